@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """Bad input or usage: says what is wrong, where, and what to do, in one line.
 
     The command line prints it without a traceback and exits with code 2. Everything else that escapes is our bug (exit code 1).

@@ -1,0 +1,97 @@
+"""What an NLoRA adapter is: typed, validated fields under PEFT's names."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from peft import PeftConfig
+
+from mezzo.core.errors import UserError
+
+Init = Literal["nystrom", "nystrom_paper", "slora"]
+Train = Literal["all", "middle"]
+
+
+@dataclass
+class NLoraConfig(PeftConfig):
+    """Settings of one NLoRA adapter, for `peft.get_peft_model`. Fields shared with `LoraConfig` mean the same.
+
+    Raises:
+        UserError: a field holds a value that it cannot hold.
+    """
+
+    r: int = field(default=16, metadata={"help": "Rank: N is r x r. 16 serves models of a few hundred million."})
+    lora_alpha: float | None = field(
+        default=None, metadata={"help": "The product is scaled by lora_alpha / r. None: r, as in the paper (scale 1)."}
+    )
+    target_modules: list[str] | str | None = field(
+        default="all-linear",
+        metadata={"help": "Module names, a regular expression, or 'all-linear' (all but the output head; as the paper)."},
+    )
+    init: Init = field(
+        default="nystrom",
+        metadata={
+            "help": "nystrom: rows and columns of W, with an offset so that step 0 is the base model. nystrom_paper: "
+            "the paper's raw slices without offset. slora: random A and N, B = 0."
+        },
+    )
+    train: Train = field(
+        default="all", metadata={"help": "all: A, N and B. middle: N alone (IntTune), r x r numbers a module."}
+    )
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout on the adapter's input; the paper uses none."})
+    use_rslora: bool = field(default=False, metadata={"help": "Scale by lora_alpha / sqrt(r) instead."})
+    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "Names or an expression to leave out."})
+    layers_to_transform: list[int] | int | None = field(default=None, metadata={"help": "Only these layer numbers."})
+    layers_pattern: list[str] | str | None = field(default=None, metadata={"help": "Name of the list that holds layers."})
+    rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"help": "Module name or expression -> rank."})
+    alpha_pattern: dict[str, float] = field(default_factory=dict, metadata={"help": "Module name or expression -> alpha."})
+    modules_to_save: list[str] | None = field(default=None, metadata={"help": "Modules trained and saved whole."})
+    base_sha256: str | None = field(
+        default=None, metadata={"help": "Content hash of the base model's weights; checked when an adapter is loaded."}
+    )
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        super().__post_init__()
+        self.peft_type = "NLORA"  # type: ignore[assignment]  # a plain string: PEFT's enum is closed, its tables are not
+        if isinstance(self.target_modules, (list, tuple)):
+            self.target_modules = set(self.target_modules)  # type: ignore[assignment]
+        if isinstance(self.exclude_modules, (list, tuple)):
+            self.exclude_modules = set(self.exclude_modules)  # type: ignore[assignment]
+        self._check_choices()
+        _check_rank(self.r, "r")
+        for name, rank in self.rank_pattern.items():
+            _check_rank(rank, f"rank_pattern[{name!r}]")
+        if self.lora_alpha is None:
+            self.lora_alpha = float(self.r)
+        for name, alpha in {"lora_alpha": self.lora_alpha, **self.alpha_pattern}.items():
+            if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
+                raise UserError(f"{alpha!r} is no scale", where=name, todo="Give a number above 0")
+        if not 0 <= self.lora_dropout < 1:
+            raise UserError(f"{self.lora_dropout!r} is no share", where="lora_dropout", todo="Give a number in [0, 1)")
+        if self.target_modules is not None and not self.target_modules:
+            raise UserError("no module is named", where="target_modules", todo="Name modules, or leave 'all-linear'")
+
+    def _check_choices(self) -> None:
+        for name, kind in (("init", Init), ("train", Train)):
+            if getattr(self, name) not in get_args(kind):
+                raise UserError(
+                    f"unknown value {getattr(self, name)!r}", where=name, todo=f"Use one of {', '.join(get_args(kind))}"
+                )
+        if self.init == "slora" and self.train == "middle":
+            raise UserError(
+                "slora starts with B = 0, so training N alone changes nothing",
+                where="train = middle",
+                todo="Use init = nystrom with train = middle (IntTune), or init = slora with train = all",
+            )
+
+    def rank_and_scale(self, rank: int, alpha: float) -> tuple[int, float]:
+        """Returns a module's rank and the factor s of its product, alpha / r or alpha / sqrt(r)."""
+        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _check_rank(rank: Any, where: str) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise UserError(f"{rank!r} is no rank", where=where, todo="Give a whole number of 1 or more")

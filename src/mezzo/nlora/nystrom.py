@@ -1,0 +1,83 @@
+"""A weight's own rows and columns as factors: landmarks, slices and their scale. No SVD, no factorisation.
+
+Every scale is a power of two, so scaling a slice, undoing it and folding it are exact in floating point.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mezzo.nlora.factors import Factors
+
+TAU = 0.1
+"""Size of the starting product in Mezzo's form, as a share of the weight: norm(s B N A) / norm(W)."""
+
+
+def leading_landmarks(r: int) -> tuple[Int[Tensor, " r"], Int[Tensor, " r"]]:
+    """Returns rows 0..r-1 and columns 0..r-1. Source: arXiv 2502.14482, figure 3 (the paper's landmarks)."""
+    return torch.arange(r, dtype=torch.int32), torch.arange(r, dtype=torch.int32)
+
+
+def largest_landmarks(W: Float[Tensor, "out in"], r: int) -> tuple[Int[Tensor, " r"], Int[Tensor, " r"]]:
+    """Returns the r rows and r columns of the largest Euclidean norm, each in rising order. Cost: O(out in)."""
+    size = W.float()
+    rows = size.norm(dim=1).topk(r).indices.sort().values
+    columns = size.norm(dim=0).topk(r).indices.sort().values
+    return rows.int(), columns.int()
+
+
+def slices(
+    W: Float[Tensor, "out in"], rows: Int[Tensor, " r"], columns: Int[Tensor, " r"], scale: float = 1.0
+) -> Factors:
+    """Returns B = W[:, J], N = W[I, J], A = W[I, :] as copies in W's dtype. Cost: O(r (out + in)) time and memory.
+
+    Source: arXiv 2502.14482, figure 3; TracyGuo2001/NLoRA, layer.py, nlora_init (leading rows and columns).
+    """
+    A = W.index_select(0, rows)
+    return Factors(B=W.index_select(1, columns), N=A.index_select(1, columns), A=A, scale=scale)
+
+
+def balanced(raw: Factors, weight_norm: float) -> tuple[Factors, int]:
+    """Returns the slices scaled for training, and k with B N A = 2^k C W[I, J] R for the raw slices C, R.
+
+    A and N get the entry size of the usual random start (Kaiming-uniform, a = sqrt 5: variance 1 / (3 fan_in)), B the size that makes
+    norm(s B N A) about TAU norm(W). Each scale is a power of two, so the result is exact.
+    Differs: the paper takes the raw slices, whose product grows with the cube of the weight's size.
+    """
+    r, fan_in = raw.A.shape
+    a = exponent(1 / math.sqrt(3 * fan_in), size(raw.A))
+    n = exponent(1 / math.sqrt(3 * r), size(raw.N))
+    A, N = raw.A * 2.0**a, raw.N * 2.0**n
+    b = exponent(TAU * weight_norm, raw.scale * product_norm(raw.B, N, A))
+    return Factors(raw.B * 2.0**b, N, A, raw.scale), a + n + b
+
+
+def middle_gain(raw: Factors, weight_norm: float) -> int:
+    """Returns c, so that a middle of unit-sized entries times 2^c moves the weight by about its own norm.
+
+    The trained middle is kept divided by 2^c, so that one learning rate serves layers of any size; the file holds the product.
+    """
+    return exponent(weight_norm, raw.scale * float(raw.B.float().norm()) * float(raw.A.float().norm()))
+
+
+def size(x: Float[Tensor, "..."]) -> float:
+    """Returns the root mean square of the entries."""
+    return float(x.float().norm()) / math.sqrt(x.numel())
+
+
+def product_norm(B: Float[Tensor, "out r"], N: Float[Tensor, "r r"], A: Float[Tensor, "r in"]) -> float:
+    """Returns the Frobenius norm of B N A without forming it, from the r x r Gram matrices. Cost: O(r^2 (out + in))."""
+    B, N, A = B.double(), N.double(), A.double()
+    square = torch.trace((N.T @ (B.T @ B) @ N) @ (A @ A.T))
+    return math.sqrt(max(float(square), 0.0))
+
+
+def exponent(wanted: float, found: float) -> int:
+    """Returns the e with 2^e nearest to wanted / found in ratio; 0 where either is zero or not finite."""
+    if not (0 < wanted < math.inf and 0 < found < math.inf):
+        return 0
+    return max(-60, min(60, round(math.log2(wanted / found))))
