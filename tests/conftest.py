@@ -1,0 +1,18 @@
+"""What every test may use: tiny models, fixed seeds, no network."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    folder = os.environ.get("MEZZO_DATA")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("MEZZO_DATA names no folder")
+    return Path(folder)

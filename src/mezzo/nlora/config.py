@@ -28,7 +28,9 @@ class NLoraConfig(PeftConfig):
     )
     target_modules: list[str] | str | None = field(
         default="all-linear",
-        metadata={"help": "Module names, a regular expression, or 'all-linear' (all but the output head; as the paper)."},
+        metadata={
+            "help": "Module names, a regular expression, or 'all-linear' (all but the output head; as the paper)."
+        },
     )
     init: Init = field(
         default="nystrom",
@@ -42,11 +44,17 @@ class NLoraConfig(PeftConfig):
     )
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout on the adapter's input; the paper uses none."})
     use_rslora: bool = field(default=False, metadata={"help": "Scale by lora_alpha / sqrt(r) instead."})
-    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "Names or an expression to leave out."})
+    exclude_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "Names or an expression to leave out."}
+    )
     layers_to_transform: list[int] | int | None = field(default=None, metadata={"help": "Only these layer numbers."})
-    layers_pattern: list[str] | str | None = field(default=None, metadata={"help": "Name of the list that holds layers."})
+    layers_pattern: list[str] | str | None = field(
+        default=None, metadata={"help": "Name of the list that holds layers."}
+    )
     rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"help": "Module name or expression -> rank."})
-    alpha_pattern: dict[str, float] = field(default_factory=dict, metadata={"help": "Module name or expression -> alpha."})
+    alpha_pattern: dict[str, float] = field(
+        default_factory=dict, metadata={"help": "Module name or expression -> alpha."}
+    )
     modules_to_save: list[str] | None = field(default=None, metadata={"help": "Modules trained and saved whole."})
     base_sha256: str | None = field(
         default=None, metadata={"help": "Content hash of the base model's weights; checked when an adapter is loaded."}

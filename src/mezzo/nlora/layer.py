@@ -77,6 +77,7 @@ class NLoraLinear(nn.Module, BaseTunerLayer):
                 self._start_random(name, r)
             else:
                 self._start_slices(name, config, r, scale, key)
+        self._cast(name, self.original_weight().dtype)
         self._move_adapter_to_device_of_base_layer(name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
@@ -88,8 +89,7 @@ class NLoraLinear(nn.Module, BaseTunerLayer):
 
     def _start_slices(self, name: str, config: NLoraConfig, r: int, scale: float, key: str) -> None:
         W = self.original_weight()
-        with torch.device("cpu" if W.is_meta else W.device):
-            rows, columns = leading_landmarks(r)
+        rows, columns = (index.to(W.device) for index in leading_landmarks(r))
         if config.init == "nystrom" and not W.is_meta:
             rows, columns = largest_landmarks(W, r)
         raw = slices(W, rows, columns, scale)
@@ -119,16 +119,28 @@ class NLoraLinear(nn.Module, BaseTunerLayer):
         for table, value in ((self.nlora_A, start.A), (self.nlora_N, start.N), (self.nlora_B, start.B)):
             table[name] = nn.Parameter(value.contiguous())
 
+    def _cast(self, name: str, dtype: torch.dtype) -> None:
+        for table in (self.nlora_A, self.nlora_N, self.nlora_B):
+            if name in table and dtype.is_floating_point:
+                table[name] = nn.Parameter(table[name].data.to(dtype))
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """Moves the adapter; unlike PEFT's, leaves its dtype, so that float32 files load exactly on a bfloat16 base."""
+        target = self.base_layer.weight.device if device is None else device
+        for table in (*self.adapter_layer_names, *self.other_param_names):
+            held = getattr(self, table)
+            if adapter_name in held and not held[adapter_name].is_meta:
+                held[adapter_name] = held[adapter_name].to(target)
+
     def original_weight(self) -> Tensor:
         """Returns the base weight W (out x in) as it was before any merge; not a copy."""
         return self.base_layer.weight.data if self._base_data is None else self._base_data
 
     def refresh_gain(self, name: str) -> None:
         """Computes an IntTune adapter's gain from the base weight and the landmarks at hand. Call after landmarks change."""
-        if self.gain[name] or name not in self.nlora_A:
-            W = self.original_weight()
-            raw = slices(W, self.nlora_rows[name].to(W.device), self.nlora_columns[name].to(W.device), self.scaling[name])
-            self.gain[name] = middle_gain(raw, float(W.float().norm()))
+        W = self.original_weight()
+        rows, columns = self.nlora_rows[name].to(W.device), self.nlora_columns[name].to(W.device)
+        self.gain[name] = middle_gain(slices(W, rows, columns, self.scaling[name]), float(W.float().norm()))
 
     def factors(self, name: str) -> tuple[Factors, Factors | None]:
         """Returns the adapter's product, in float32 and with every scaling folded in, and the offset to subtract, if any."""

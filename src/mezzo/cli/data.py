@@ -1,0 +1,43 @@
+"""`mezzo data`: look at rows before spending on them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def group() -> None:
+    """Data: check rows before a model sees them.
+
+    \b
+    Example:
+      mezzo data check orders.jsonl
+    """
+
+
+@group.command()
+@click.argument("file")
+@click.option("--shape", help="Shape of the rows, where their columns do not tell it.")
+@click.option("--column", "columns", multiple=True, metavar="FIELD=NAME", help="Your column's name for a field.")
+@click.option("--split", default="train", show_default=True, help="Split of a data set.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check(file: str, shape: str | None, columns: tuple[str, ...], split: str, as_json: bool) -> None:
+    """Read every row of FILE and say what is there, or what is wrong with which row.
+
+    \b
+    Examples:
+      mezzo data check orders.csv
+      mezzo data check faq.parquet --column prompt=ask --column completion=reply --shape prompt/completion
+    """
+    from mezzo.core import records
+
+    named = dict(pair.partition("=")[::2] for pair in columns)
+    found: dict[str, Any] = records.summary(records.read(file, shape=shape, columns=named, split=split))  # type: ignore[arg-type]
+    if as_json:
+        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    for key, value in found.items():
+        click.echo(f"{key.replace('_', ' '):<22} {value}")

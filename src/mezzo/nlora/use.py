@@ -1,0 +1,190 @@
+"""A finished run in use: score, export, inspect, chat. The base is checked before its weights are loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mezzo.core import models
+from mezzo.core.errors import UserError
+from mezzo.core.records import read
+from mezzo.core.runs import Run
+from mezzo.nlora.evaluate import differences, evaluate
+from mezzo.nlora.export import export_lora, export_merged
+from mezzo.nlora.job import Screen
+from mezzo.nlora.layer import NLoraLinear
+from mezzo.nlora.nystrom import balanced, leading_landmarks, product_norm, slices
+from mezzo.nlora.practice import practice_rows
+from mezzo.nlora.tuner import adapted_layers
+
+
+def find_adapter(path: Path) -> Path:
+    """Returns the adapter folder of a run folder or of an adapter folder.
+
+    Raises:
+        UserError: neither lies there.
+    """
+    for folder in (path, path / "adapter"):
+        if (folder / "adapter_config.json").is_file():
+            return folder
+    raise UserError(
+        "holds no adapter", where=str(path), todo="Name a run of `mezzo nlora train` that is done, or an adapter folder"
+    )
+
+
+def adapter_config(path: Path) -> dict[str, Any]:
+    """Returns the settings in an adapter folder.
+
+    Raises:
+        UserError: they are damaged, or of another method.
+    """
+    file = find_adapter(path) / "adapter_config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"is no JSON ({error})", where=str(file), todo="Copy the adapter again") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "NLORA":
+        raise UserError("is no NLoRA adapter", where=str(file), todo="Name an adapter made by `mezzo nlora train`")
+    return config
+
+
+def load_adapter(
+    path: Path, *, model: str | None = None, dtype: str = "auto", device: str = "auto"
+) -> tuple[Any, Any, models.ModelFiles]:
+    """Returns (model with adapter, tokenizer, base files) for a run or adapter folder.
+
+    Args:
+        path: run or adapter folder.
+        model: the base; None: the one the run names.
+        dtype: dtype of the base weights.
+        device: where to.
+
+    Raises:
+        UserError: no adapter there, the base is not at hand, or it is another than the adapter was trained on; all
+            before weights are loaded.
+    """
+    from peft import PeftModel
+
+    config = adapter_config(path)
+    name = model or _base_of(path, config)
+    files = models.find(name)
+    if config.get("base_sha256") not in (None, files.sha256):
+        raise UserError(
+            f"was trained on a base with hash {config['base_sha256'][:12]}, but {name} has {files.sha256[:12]}",
+            where=str(find_adapter(path)),
+            todo="Name the right base with --model",
+        )
+    base, tokenizer = models.load(files, dtype=dtype, device=device)
+    try:
+        return PeftModel.from_pretrained(base, str(find_adapter(path))).eval(), tokenizer, files
+    except (RuntimeError, OSError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"cannot be loaded ({first})", where=str(find_adapter(path)), todo="Copy the adapter again"
+        ) from error
+
+
+def _base_of(path: Path, config: dict[str, Any]) -> str:
+    run = find_adapter(path).parent
+    if (run / "config.json").is_file() and (run / "manifest.json").is_file():
+        return str(Run.open(run).config["model"])
+    return str(config.get("base_model_name_or_path") or models.DEFAULT)
+
+
+def score_run(
+    run: Path,
+    *,
+    data: str | None,
+    shape: str | None,
+    rows: int,
+    max_new_tokens: int,
+    model: str | None,
+    base: bool,
+    screen: Screen,
+) -> dict[str, Any]:
+    """Returns the adapter's scores on rows, and with `base` the base's and the paired differences.
+
+    Raises:
+        UserError: bad rows, no adapter, another base.
+    """
+    if rows < 1:
+        raise UserError(f"{rows} is too small", where="rows", todo="Give 1 or more")
+    chosen = read(data, shape=shape, limit=rows) if data else practice_rows(rows, held_out=True)  # type: ignore[arg-type]
+    loaded, tokenizer, _ = load_adapter(run, model=model)
+    with screen.bar("scoring the adapter") as update:
+        after = evaluate(loaded, tokenizer, list(chosen), max_new_tokens=max_new_tokens, progress=update)
+    found: dict[str, Any] = {"data": chosen.source, "adapter": {s.name: str(s) for s in after.scores()}}
+    if base:
+        with loaded.disable_adapter(), screen.bar("scoring the base") as update:
+            before = evaluate(loaded, tokenizer, list(chosen), max_new_tokens=max_new_tokens, progress=update)
+        found["base"] = {s.name: str(s) for s in before.scores()}
+        found["difference"] = {s.name: str(s) for s in differences(before, after)}
+    return found
+
+
+def export_run(run: Path, *, to: str, out: Path, rank: str, model: str | None) -> dict[str, Any]:
+    """Writes a run's adapter as plain LoRA or merged model, and returns what was written.
+
+    Raises:
+        UserError: `out` is in use, no adapter, another base.
+    """
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise UserError("is in use", where=str(out), todo="Choose another --out, or remove it")
+    loaded, tokenizer, _ = load_adapter(run, model=model)
+    done = export_merged(loaded, tokenizer, out) if to == "merged" else export_lora(loaded, out, rank=rank)  # type: ignore[arg-type]
+    return {"folder": str(out)} | done
+
+
+def inspect_run(run: Path, *, model: str | None) -> list[dict[str, Any]]:
+    """Returns one entry a module: rank, trained numbers, and sizes in percent of the weight's norm.
+
+    `start_percent` is the change before the first step, `change_percent` the change now. `middle_moved_percent` is how far N lies
+    from its start, in percent of the start's norm (IntTune with offset: of the norm of W[I, J], the middle it stands for); None for
+    slora, whose random start is not kept.
+    """
+    loaded, _, _ = load_adapter(run, model=model)
+    return [_inspected(key, layer, loaded.peft_config["default"]) for key, layer in adapted_layers(loaded)]
+
+
+def _inspected(key: str, layer: NLoraLinear, config: Any) -> dict[str, Any]:
+    name = "default"
+    W = layer.original_weight().float()
+    norm, r, scale = float(W.norm()), layer.r[name], layer.scaling[name]
+    product, _ = layer.factors(name)
+    start, start_change = None, 0.0
+    if config.init == "nystrom_paper":
+        raw = slices(W, *leading_landmarks(r), scale=scale)
+        start, start_change = raw.N, scale * product_norm(raw.B, raw.N, raw.A) / norm
+    elif config.init == "nystrom":
+        raw = slices(W, layer.nlora_rows[name], layer.nlora_columns[name], scale)
+        start = balanced(raw, norm)[0].N if config.train == "all" else raw.N
+    moved = None
+    if start is not None:
+        still_zero = config.init == "nystrom" and config.train == "middle"
+        moved = float((product.N if still_zero else product.N - start).norm() / start.norm())
+    return {
+        "module": key.removeprefix("base_model.model."),
+        "rank": r,
+        "trained": sum(table[name].numel() for table in (layer.nlora_A, layer.nlora_N, layer.nlora_B) if name in table),
+        "start_percent": 100 * start_change,
+        "middle_moved_percent": None if moved is None else 100 * moved,
+        "change_percent": 100 * float(layer.get_delta_weight(name).norm()) / norm,
+    }
+
+
+def both_answers(run: Path, *, model: str | None, max_new_tokens: int) -> Callable[[str], dict[str, str]]:
+    """Returns a function from a question to the greedy answers {"base": ..., "adapter": ...}."""
+    from mezzo.core.records import Row
+    from mezzo.nlora.evaluate import answer_rows
+
+    loaded, tokenizer, _ = load_adapter(run, model=model)
+
+    def answer(question: str) -> dict[str, str]:
+        row = Row(1, ({"role": "user", "content": question},), "")
+        with loaded.disable_adapter():
+            base = answer_rows(loaded, tokenizer, [row], max_new_tokens)[0]
+        return {"base": base, "adapter": answer_rows(loaded, tokenizer, [row], max_new_tokens)[0]}
+
+    return answer
