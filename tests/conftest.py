@@ -16,3 +16,10 @@ def real_data() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("MEZZO_DATA names no folder")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.tiny import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")

@@ -10,16 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from tests.nlora.conftest import llama
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from mezzo.nlora import NLoraConfig, adapted_layers
 from mezzo.nlora.export import export_lora
+from tests.tiny import llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the paper's start changes:UserWarning")
 
-MODES = [("nystrom", "all"), ("nystrom", "middle"), ("nystrom_paper", "all"), ("nystrom_paper", "middle"), ("slora", "all")]
+MODES = [
+    ("nystrom", "all"),
+    ("nystrom", "middle"),
+    ("nystrom_paper", "all"),
+    ("nystrom_paper", "middle"),
+    ("slora", "all"),
+]
 DTYPES = [torch.float32, torch.bfloat16]
 X = torch.arange(20).view(2, 10) % 60
 MODULES = 14
@@ -87,7 +93,7 @@ def test_nystrom_paper_has_the_reference_tensors_bit_for_bit() -> None:
         torch.testing.assert_close(layer(x), expected)
 
 
-@pytest.mark.filterwarnings("default:.*the paper's start changes:UserWarning")
+@pytest.mark.filterwarnings("default:.*the paper's start changes:UserWarning", "ignore::FutureWarning")
 def test_nystrom_paper_warns_where_its_start_is_large() -> None:
     model = llama()
     with torch.no_grad():
@@ -132,27 +138,46 @@ def test_merge_equals_the_adapter_and_unmerge_restores_bit_for_bit(init: str, tr
     assert all(torch.equal(before[key], layer.base_layer.weight) for key, layer in adapted_layers(adapted))
 
 
+NEW_PROCESS = """
+import sys, torch, mezzo.nlora
+from pathlib import Path
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(int(sys.argv[2]))
+for folder in sorted(Path(sys.argv[1]).glob("*-*-*")):
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=getattr(torch, folder.name.split("-")[2]))
+    model = PeftModel.from_pretrained(base, str(folder)).eval()
+    with torch.no_grad(): torch.save(model(torch.arange(20).view(2, 10) % 60).logits, folder / "out.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Each mode and dtype: the adapter's output here, and after save and load in another process."""
+    from transformers import AutoModelForCausalLM
+
+    place = tmp_path_factory.mktemp("kept")
+    here = {}
+    for init, train in MODES:
+        for dtype in DTYPES:
+            folder = place / f"{init}-{train}-{str(dtype).removeprefix('torch.')}"
+            llama(dtype).save_pretrained(folder / "base")
+            base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype)
+            adapted = move(attach(base, init, train))
+            adapted.save_pretrained(folder)
+            here[folder.name] = logits(adapted)
+    command = [sys.executable, "-W", "ignore", "-c", NEW_PROCESS, str(place), str(torch.get_num_threads())]
+    subprocess.run(command, check=True, capture_output=True)
+    return {name: (value, torch.load(place / name / "out.pt")) for name, value in here.items()}
+
+
 @every_mode
 @every_dtype
 def test_saved_and_loaded_in_a_new_process_gives_the_same_output(
-    init: str, train: str, dtype: torch.dtype, tmp_path: Path
+    init: str, train: str, dtype: torch.dtype, kept: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
-    llama(dtype).save_pretrained(tmp_path / "base")
-    adapted = move(attach(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype), init, train))
-    adapted.save_pretrained(tmp_path / "adapter")
-    script = (
-        "import sys, torch, mezzo.nlora, warnings\n"
-        "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n"
-        f"base = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'base')!r}, dtype={dtype})\n"
-        f"torch.set_num_threads({torch.get_num_threads()})\n"
-        f"model = PeftModel.from_pretrained(base, {str(tmp_path / 'adapter')!r}).eval()\n"
-        "with torch.no_grad(): out = model(torch.arange(20).view(2, 10) % 60).logits\n"
-        f"torch.save(out, {str(tmp_path / 'out.pt')!r})\n"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, capture_output=True)
-    assert torch.equal(torch.load(tmp_path / "out.pt"), logits(adapted))
+    here, there = kept[f"{init}-{train}-{str(dtype).removeprefix('torch.')}"]
+    assert torch.equal(here, there)
 
 
 @every_mode

@@ -30,8 +30,10 @@ class Terminal:
         if not sys.stderr.isatty():
             yield self._lines(label)
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-                   TextColumn("{task.fields[info]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[info]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        )  # fmt: skip
         with Progress(*columns, console=self.console) as progress:
             task = progress.add_task(label, total=1, info="")
 

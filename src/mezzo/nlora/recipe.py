@@ -38,7 +38,7 @@ class Recipe:
     learning_rate: float | None = field(default=None, metadata={"help": "None: the default of the mode."})
     steps: int | None = field(default=None, metadata={"help": "Optimiser steps. None: `epochs` decides."})
     epochs: float = field(default=1.0, metadata={"help": "Passes over the rows, where `steps` is not given."})
-    practice: int = field(default=960, metadata={"help": "Rows of the practice task, where `data` is not given."})
+    practice: int = field(default=416, metadata={"help": "Rows of the practice task, where `data` is not given."})
     batch_size: int = field(default=8, metadata={"help": "Rows a step and device."})
     accumulate: int = field(default=1, metadata={"help": "Steps whose gradients are summed before the optimiser's."})
     max_length: int = field(default=1024, metadata={"help": "Longest row in tokens."})

@@ -1,4 +1,4 @@
-"""Run as a script: answers of a plain LoRA folder in stock PEFT. Reads a job as JSON on stdin; imports nothing of mezzo."""
+"""Run as a script: answers of a plain LoRA folder in stock PEFT. A job as JSON on stdin; imports nothing of mezzo."""
 
 from __future__ import annotations
 

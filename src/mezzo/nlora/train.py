@@ -1,4 +1,4 @@
-"""Fine-tuning through TRL's SFTTrainer: steps are logged to a run, checkpoints make it resumable, Ctrl-C loses nothing."""
+"""Fine-tuning through TRL's SFTTrainer: every step is logged, checkpoints make it resumable, Ctrl-C loses nothing."""
 
 from __future__ import annotations
 
@@ -129,10 +129,9 @@ class _Reporter(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.started, self.first = time.perf_counter(), state.global_step
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Logs one step's loss (nats/token), rate and speed."""
+        logs: dict[str, Any] = kwargs["logs"]
         if "loss" not in logs:
             return
         seconds = time.perf_counter() - self.started

@@ -1,4 +1,4 @@
-"""NLoRA as a PEFT method. The only file that knows PEFT's internals; entering it in PEFT's tables is its one side effect."""
+"""NLoRA as a PEFT method. The only file that knows PEFT's internals; its one side effect: NLORA in PEFT's tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT_TARGETS
 from peft.utils.other import get_pattern_key
 from torch import nn
 
@@ -24,21 +24,21 @@ class NLoraModel(BaseTuner):
 
     prefix = "nlora_"
     tuner_layer_cls = NLoraLinear
-    target_module_mapping: ClassVar[dict[str, list[str]]] = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    target_module_mapping: ClassVar = {kind: list(names) for kind, names in DEFAULT_TARGETS.items()}
 
-    def _prepare_model(self, peft_config: NLoraConfig, model: nn.Module) -> None:
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Checks the targets before any layer is replaced."""
         check_targets(peft_config, model)
 
     def _create_and_replace(
         self,
-        peft_config: NLoraConfig,
+        peft_config: Any,
         adapter_name: str,
         target: nn.Module,
         target_name: str,
         parent: nn.Module,
         current_key: str,
-        **_: Any,
+        parameter_name: str | None = None,
     ) -> None:
         r, scale = rank_and_scale(peft_config, current_key)
         if isinstance(target, NLoraLinear):
@@ -57,12 +57,15 @@ class NLoraModel(BaseTuner):
 
     @classmethod
     def _get_adapter_state_dict(
-        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor], **kwargs: Any
+        cls,
+        model: nn.Module,
+        config: Any,
+        adapter_name: str,
+        state_dict: dict[str, torch.Tensor],
+        unwanted_adapter_names: list[str],
     ) -> dict[str, torch.Tensor]:
         """Selects the adapter's tensors; an IntTune middle is saved as the effective one, gain folded in (exact)."""
-        chosen = super()._get_adapter_state_dict(
-            model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
-        )
+        chosen = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
         for key, layer in _layers(model, adapter_name):
             name = f"{key}.nlora_N.{adapter_name}"
             if layer.gain[adapter_name] and name in chosen:
@@ -87,9 +90,9 @@ class NLoraModel(BaseTuner):
 
 def rank_and_scale(config: NLoraConfig, key: str) -> tuple[int, float]:
     """Returns the rank and the factor s of the module named `key`, patterns applied."""
-    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, key), config.r)
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, key), config.lora_alpha)
-    return config.rank_and_scale(rank, float(alpha))
+    rank = config.rank_pattern.get(get_pattern_key(list(config.rank_pattern), key), config.r)
+    alpha = config.alpha_pattern.get(get_pattern_key(list(config.alpha_pattern), key), config.lora_alpha)
+    return config.rank_and_scale(rank, float(rank if alpha is None else alpha))
 
 
 def check_targets(config: NLoraConfig, model: nn.Module) -> None:

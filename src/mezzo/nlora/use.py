@@ -140,9 +140,9 @@ def export_run(run: Path, *, to: str, out: Path, rank: str, model: str | None) -
 def inspect_run(run: Path, *, model: str | None) -> list[dict[str, Any]]:
     """Returns one entry a module: rank, trained numbers, and sizes in percent of the weight's norm.
 
-    `start_percent` is the change before the first step, `change_percent` the change now. `middle_moved_percent` is how far N lies
-    from its start, in percent of the start's norm (IntTune with offset: of the norm of W[I, J], the middle it stands for); None for
-    slora, whose random start is not kept.
+    `start_percent` is the change before the first step, `change_percent` the change now. `middle_moved_percent` is how
+    far N lies from its start, in percent of the start's norm (IntTune with offset: of W[I, J], the middle it stands
+    for); None for slora, whose random start is not kept.
     """
     loaded, _, _ = load_adapter(run, model=model)
     return [_inspected(key, layer, loaded.peft_config["default"]) for key, layer in adapted_layers(loaded)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 WORDS = [f"w{k}" for k in range(40)]
@@ -27,12 +26,10 @@ def llama(dtype: torch.dtype = torch.float32, *, seed: int = 0, hidden: int = 32
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def save_tiny(folder: Path) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("tiny") / "model"
     names = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", "system", *WORDS]
     tokenizer = Tokenizer(models.WordLevel({name: k for k, name in enumerate(names)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,0 +1,127 @@
+"""What a config refuses, what a target check says, and how patterns and scales apply."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+
+from mezzo.core.errors import UserError
+from mezzo.nlora import NLoraConfig, adapted_layers
+from mezzo.nlora.factors import Factors
+from mezzo.nlora.recipe import Recipe
+from tests.tiny import llama
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"r": 0}, "r: 0 is no rank"),
+        ({"r": True}, "r: True is no rank"),
+        ({"r": 2.5}, "r: 2.5 is no rank"),
+        ({"rank_pattern": {"q_proj": -1}}, "rank_pattern"),
+        ({"lora_alpha": math.nan}, "lora_alpha"),
+        ({"alpha_pattern": {"q_proj": 0}}, "q_proj: 0 is no scale"),
+        ({"lora_dropout": 1.0}, "lora_dropout"),
+        ({"init": "pissa"}, "init: unknown value 'pissa'"),
+        ({"train": "none"}, "train: unknown value 'none'"),
+        ({"init": "slora", "train": "middle"}, "changes nothing"),
+        ({"target_modules": []}, "no module is named"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(fields: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(UserError, match=wanted):
+        NLoraConfig(**fields)
+
+
+def test_an_unmatched_target_is_named_with_its_nearest_and_nothing_is_replaced() -> None:
+    model = llama()
+    with pytest.raises(UserError, match=r"'gate_prj' matches no module.*gate_proj"):
+        get_peft_model(model, NLoraConfig(r=4, target_modules=["q_proj", "gate_prj"]))
+    assert adapted_layers(model) == []
+
+
+def test_a_rank_above_the_smaller_side_names_the_layer() -> None:
+    with pytest.raises(UserError, match=r"layers\.0\.self_attn\.k_proj: rank 17"):
+        get_peft_model(llama(), NLoraConfig(r=17))
+
+
+def test_patterns_and_scales_apply_and_other_modules_are_no_targets() -> None:
+    config = NLoraConfig(r=4, lora_alpha=8, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 2}, use_rslora=True)
+    layers = dict(adapted_layers(get_peft_model(llama(), config)))
+    found = {key.rpartition(".")[2]: (layer.r["default"], layer.scaling["default"]) for key, layer in layers.items()}
+    assert found["q_proj"] == (2, 8 / math.sqrt(2))
+    assert found["v_proj"] == (4, 1.0)
+    assert found["up_proj"] == (4, 4.0)
+    assert "lm_head" not in found
+    with pytest.raises(UserError, match="Embedding cannot be adapted"):
+        get_peft_model(llama(), NLoraConfig(r=4, target_modules=["embed_tokens"]))
+
+
+def test_two_adapters_on_one_base_equal_each_alone_and_added() -> None:
+    x = torch.arange(20).view(2, 10)
+    alone = {}
+    model: Any = None
+    for name, config in {"a": NLoraConfig(r=4), "b": NLoraConfig(r=2, train="middle")}.items():
+        for target in (get_peft_model(llama(), config, adapter_name=name), None):
+            if target is None:
+                if model is None:
+                    model = get_peft_model(llama(), config, adapter_name=name)
+                else:
+                    model.add_adapter(name, config)
+                target = model
+            torch.manual_seed(1)
+            with torch.no_grad():
+                for _, layer in adapted_layers(target, name):
+                    for table in (layer.nlora_A, layer.nlora_N, layer.nlora_B):
+                        if name in table:
+                            table[name] += 0.05 * torch.randn_like(table[name])
+            target.eval()
+            alone.setdefault(name, target(x).logits if target is not model else None)
+    assert isinstance(model, PeftModel)
+    for name in ("a", "b"):
+        model.set_adapter(name)
+        assert torch.equal(model(x).logits, alone[name])
+    model.base_model.set_adapter(["a", "b"])
+    for _, layer in adapted_layers(model, "a"):
+        z = torch.randn(3, layer.in_features)
+        delta = layer.get_delta_weight("a") + layer.get_delta_weight("b")
+        torch.testing.assert_close(layer(z), layer.base_layer(z) + z @ delta.T)
+    model.delete_adapter("a")
+    model.set_adapter("b")
+    assert torch.equal(model(x).logits, alone["b"])
+
+
+def test_factors_subtract_fold_and_truncate() -> None:
+    torch.manual_seed(0)
+    one = Factors(torch.randn(9, 3), torch.randn(3, 3), torch.randn(3, 7), 0.5)
+    two = Factors(torch.randn(9, 2), torch.randn(2, 2), torch.randn(2, 7), 2.0)
+    both = one.minus(two)
+    wanted = one.delta() - two.delta()
+    torch.testing.assert_close(both.delta(), wanted)
+    B, A = both.fold()
+    torch.testing.assert_close(both.scale * B @ A, wanted)
+    x = torch.randn(4, 7)
+    torch.testing.assert_close(both.apply(x), x @ wanted.T, atol=1e-5, rtol=1e-4)
+    whole, error = both.truncate(5)
+    assert error < 1e-6
+    torch.testing.assert_close(whole.delta(), wanted, atol=1e-5, rtol=1e-4)
+    part, error = both.truncate(3)
+    assert error == pytest.approx(float((part.delta() - wanted).norm() / wanted.norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"steps": 0}, "steps"),
+        ({"batch_size": True}, "batch_size"),
+        ({"too_long": "cut"}, "too_long"),
+        ({"epochs": "1"}, "epochs"),
+    ],
+)
+def test_a_recipe_that_cannot_work_names_its_field(fields: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(UserError, match=f"^{wanted}"):
+        Recipe(**fields)

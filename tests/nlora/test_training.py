@@ -1,0 +1,136 @@
+"""Training on a tiny real model: golden curve, accumulation, resume after SIGKILL and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mezzo.core.runs import Run
+from mezzo.nlora.job import run_job
+from mezzo.nlora.recipe import Recipe
+from tests.tiny import WORDS
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*the paper's start changes:UserWarning")
+
+
+class Quiet:
+    """A screen that shows nothing."""
+
+    def say(self, text: str) -> None: ...
+
+    def bar(self, label: str) -> Any:
+        from contextlib import nullcontext
+
+        return nullcontext(lambda done, total, **values: None)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """400 rows of one length each: two words in, the same two in reverse out."""
+    import random
+
+    rng = random.Random(0)
+    pairs = [rng.sample(WORDS, 2) for _ in range(400)]
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{a} {b}", "completion": f"{b} {a}"}) + "\n" for a, b in pairs))
+    return path
+
+
+def recipe(model: Path, rows: Path, **more: Any) -> Recipe:
+    values = {"r": 4, "steps": 50, "batch_size": 8, "eval_rows": 0, "learning_rate": 5e-3, "device": "cpu"}
+    return Recipe(model=str(model), data=str(rows), **(values | more))
+
+
+def losses(run: Path) -> list[float]:
+    return [entry["loss"] for entry in Run.open(run).metrics()]
+
+
+@pytest.mark.parametrize(
+    ("init", "train"), [("nystrom", "all"), ("nystrom", "middle"), ("nystrom_paper", "all"), ("slora", "all")]
+)
+def test_50_steps_follow_the_golden_curve_and_batch_8_equals_1_accumulated_8_times(
+    init: str, train: str, model_folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    whole = recipe(model_folder, rows, init=init, train=train)
+    run_job(whole, tmp_path / "whole", Quiet())
+    parts = recipe(model_folder, rows, init=init, train=train, batch_size=1, accumulate=8)
+    run_job(parts, tmp_path / "parts", Quiet())
+    one, other = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert len(one) == 50
+    assert other == pytest.approx(one, rel=2e-3)
+    golden = Path(__file__).parent / "golden" / f"{init}-{train}.json"
+    if os.environ.get("MEZZO_WRITE_GOLDEN"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(json.dumps([round(loss, 4) for loss in one]) + "\n")
+    assert one == pytest.approx(json.loads(golden.read_text()), rel=5e-3)
+    assert one[-1] < one[0]
+
+
+def start(model: Path, rows: Path, out: Path, *words: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable, "-m", "mezzo", "nlora", "train", "--model", str(model), "--data", str(rows), "--r", "4",
+        "--steps", "60", "--eval-rows", "0", "--learning-rate", "5e-3", "--save-steps", "10", "--device", "cpu",
+        "--out", str(out), *words,
+    ]  # fmt: skip
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        metrics = run / "metrics.jsonl"
+        if metrics.is_file() and metrics.read_text().count("\n") >= step:
+            return
+        time.sleep(0.002)
+    raise AssertionError(process.stderr.read() if process.stderr else "ended early")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", ["all", "middle"])
+def test_a_run_killed_at_step_30_and_resumed_gives_the_curve_of_an_unbroken_one(
+    train: str, model_folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    assert start(model_folder, rows, tmp_path / "whole", "--train", train).wait(300) == 0
+    process = start(model_folder, rows, tmp_path / "killed", "--train", train)
+    wait_for(tmp_path / "killed", 30, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    assert 30 <= len(losses(tmp_path / "killed")) < 60
+    resumed = start(model_folder, rows, tmp_path / "killed", "--train", train, "--resume")
+    assert resumed.wait(300) == 0, resumed.stderr.read() if resumed.stderr else ""
+    assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert Run.open(tmp_path / "killed").manifest["status"] == "done"
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_says_how_to_go_on(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    process = start(model_folder, rows, tmp_path / "run")
+    wait_for(tmp_path / "run", 15, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 130
+    assert process.stderr is not None
+    assert "--resume" in process.stderr.read()
+    assert Run.open(tmp_path / "run").manifest["status"] == "interrupted"
+    done = len(losses(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / f"checkpoint-{done}").is_dir()
+    assert start(model_folder, rows, tmp_path / "run", "--resume").wait(300) == 0
+    assert len(losses(tmp_path / "run")) == 60
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize(("init", "train"), [("nystrom", "all"), ("nystrom", "middle"), ("slora", "all")])
+def test_50_steps_on_real_rows_lower_the_loss(init: str, train: str, real_data: Path, tmp_path: Path) -> None:
+    values = {"data": str(real_data / "gsm8k" / "train.jsonl.gz"), "steps": 50, "batch_size": 2, "eval_rows": 0}
+    run_job(Recipe(init=init, train=train, **values), tmp_path / "run", Quiet())
+    found = losses(tmp_path / "run")
+    assert len(found) == 50
+    assert sum(found[-10:]) < 0.95 * sum(found[:10])
