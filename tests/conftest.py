@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: two processes of one thread beat two of two
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ def test_two_adapters_on_one_base_equal_each_alone_and_added() -> None:
     x = torch.arange(20).view(2, 10)
     alone = {}
     model: Any = None
-    for name, config in {"a": NLoraConfig(r=4), "b": NLoraConfig(r=2, train="middle")}.items():
+    for name, config in {"first": NLoraConfig(r=4), "second": NLoraConfig(r=2, train="middle")}.items():
         for target in (get_peft_model(llama(), config, adapter_name=name), None):
             if target is None:
                 if model is None:
@@ -82,17 +82,17 @@ def test_two_adapters_on_one_base_equal_each_alone_and_added() -> None:
             target.eval()
             alone.setdefault(name, target(x).logits if target is not model else None)
     assert isinstance(model, PeftModel)
-    for name in ("a", "b"):
+    for name in ("first", "second"):
         model.set_adapter(name)
         assert torch.equal(model(x).logits, alone[name])
-    model.base_model.set_adapter(["a", "b"])
-    for _, layer in adapted_layers(model, "a"):
+    model.base_model.set_adapter(["first", "second"])
+    for _, layer in adapted_layers(model, "first"):
         z = torch.randn(3, layer.in_features)
-        delta = layer.get_delta_weight("a") + layer.get_delta_weight("b")
+        delta = layer.get_delta_weight("first") + layer.get_delta_weight("second")
         torch.testing.assert_close(layer(z), layer.base_layer(z) + z @ delta.T)
-    model.delete_adapter("a")
-    model.set_adapter("b")
-    assert torch.equal(model(x).logits, alone["b"])
+    model.delete_adapter("first")
+    model.set_adapter("second")
+    assert torch.equal(model(x).logits, alone["second"])
 
 
 def test_factors_subtract_fold_and_truncate() -> None:

@@ -50,6 +50,16 @@ def atomic(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def check_free(path: Path, todo: str = "Choose another --out, or remove it") -> None:
+    """Checks that a folder can be made at `path`: nothing is there, or an empty folder.
+
+    Raises:
+        UserError: something is there.
+    """
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise UserError("already holds files", where=str(path), todo=todo)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Writes `value` as indented JSON, atomically."""
     with atomic(path) as temporary:

@@ -44,7 +44,7 @@ h1,h2,h3,p,li,td,th,dd,summary{overflow-wrap:anywhere}
 svg{display:block;width:100%;overflow:visible}
 svg text{fill:var(--muted);font-size:12.5px;font-variant-numeric:tabular-nums}
 .grid{stroke:var(--line)}.tick{fill:var(--muted)}.zero{stroke:var(--muted);stroke-width:1.5;stroke-dasharray:3 3}
-.row{display:grid;grid-template-columns:10rem minmax(0,1fr) 15rem;gap:0 1.5rem;align-items:center}
+.row{display:grid;grid-template-columns:10rem minmax(0,1fr) 17rem;gap:0 1.5rem;align-items:center}
 .row+.row:not(.axis){margin-top:.25rem}.row .label{font-weight:600;overflow-wrap:anywhere}
 .row.axis .label{font-weight:400;font-size:.8rem;color:var(--muted);text-align:right}
 .values{list-style:none;margin:0;padding:0;font-variant-numeric:tabular-nums}

@@ -14,7 +14,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 
 from mezzo.core.errors import UserError
-from mezzo.core.files import atomic, write_json
+from mezzo.core.files import atomic, check_free, write_json
 from mezzo.nlora.tuner import adapted_layers
 
 Rank = Literal["exact", "same"]
@@ -38,7 +38,7 @@ def export_lora(model: Any, out: Path, *, rank: Rank = "exact", adapter: str = "
     Raises:
         UserError: `out` is in use, or the adapter trains whole modules too (modules_to_save).
     """
-    _check_place(out)
+    check_free(out)
     config = model.peft_config[adapter]
     if config.modules_to_save:
         raise UserError(
@@ -82,7 +82,7 @@ def export_merged(model: Any, tokenizer: Any, out: Path, *, adapter: str = "defa
     Raises:
         UserError: `out` is in use.
     """
-    _check_place(out)
+    check_free(out)
     merged = model.merge_and_unload(safe_merge=True, adapter_names=[adapter])
     with atomic(out) as temporary:
         merged.save_pretrained(str(temporary))
@@ -123,8 +123,3 @@ def save_adapter(model: Any, out: Path) -> None:
             if key in ("target_modules", "exclude_modules") and isinstance(value, list):
                 config[key] = sorted(value)
         write_json(path, config)
-
-
-def _check_place(out: Path) -> None:
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise UserError("is in use", where=str(out), todo="Choose another --out, or remove it")

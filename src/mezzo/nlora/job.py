@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from safetensors import SafetensorError
+
 from mezzo.core import models
 from mezzo.core.errors import UserError
+from mezzo.core.files import check_free
 from mezzo.core.measure import Stopwatch, human_bytes, peak_bytes
 from mezzo.core.records import Row, Rows, read, split
 from mezzo.core.report import Curve, Sample, write_report
@@ -129,8 +133,8 @@ def run_job(recipe: Recipe, out: Path, screen: Screen, *, resume: bool = False, 
         UserError: bad input; nothing is written before all input is checked.
     """
     run = Run.open(out) if resume else None
-    if run is None and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
-        raise UserError("already holds files", where=str(out), todo="Choose another --out, or go on with --resume")
+    if run is None:
+        check_free(out, "Choose another --out, or go on with --resume")
     made = prepare(recipe)
     inputs = {"model": made.files.sha256, "data": made.rows.sha256}
     if run is None:
@@ -146,9 +150,20 @@ def run_job(recipe: Recipe, out: Path, screen: Screen, *, resume: bool = False, 
         run.finish("interrupted")
         screen.say(f"Everything so far is kept. Go on with: mezzo nlora train --out {out} --resume")
         raise
-    except BaseException:
-        run.finish("failed")
+    except BaseException as error:
+        with suppress(UserError, OSError):
+            run.finish("failed")
+        if _disk_is_full(error, out):
+            todo = "Free some space, then go on with --resume"
+            raise UserError("no space left on the disk", where=str(out), todo=todo) from error
         raise
+
+
+def _disk_is_full(error: BaseException, out: Path) -> bool:
+    """Tells a full disk from other faults: not every writer says so in its error."""
+    if not isinstance(error, (OSError, RuntimeError, SafetensorError, UserError)):
+        return False
+    return "no space left" in str(error).lower() or shutil.disk_usage(out).free < 1 << 16
 
 
 def _stages(recipe: Recipe, made: Prepared, run: Run, screen: Screen, *, resume: bool, export: bool) -> dict[str, Any]:
@@ -234,8 +249,6 @@ def _exported(
 ) -> dict[str, Any]:
     out = run.path / "lora"
     if out.is_dir():
-        import shutil
-
         shutil.rmtree(out)
     done = export_lora(model, out) | {"folder": str(out)}
     if after is None or made.held_out is None:

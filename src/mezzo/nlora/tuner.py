@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
@@ -24,7 +24,7 @@ class NLoraModel(BaseTuner):
 
     prefix = "nlora_"
     tuner_layer_cls = NLoraLinear
-    target_module_mapping: ClassVar = {kind: list(names) for kind, names in DEFAULT_TARGETS.items()}
+    target_module_mapping = {kind: list(names) for kind, names in DEFAULT_TARGETS.items()}  # noqa: RUF012  # as PEFT declares it
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Checks the targets before any layer is replaced."""

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from mezzo.core import models
 from mezzo.core.errors import UserError
+from mezzo.core.files import check_free
 from mezzo.core.records import read
 from mezzo.core.runs import Run
 from mezzo.nlora.evaluate import differences, evaluate
@@ -79,7 +82,7 @@ def load_adapter(
     base, tokenizer = models.load(files, dtype=dtype, device=device)
     try:
         return PeftModel.from_pretrained(base, str(find_adapter(path))).eval(), tokenizer, files
-    except (RuntimeError, OSError, KeyError) as error:
+    except (RuntimeError, OSError, KeyError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(
             f"cannot be loaded ({first})", where=str(find_adapter(path)), todo="Copy the adapter again"
@@ -130,8 +133,7 @@ def export_run(run: Path, *, to: str, out: Path, rank: str, model: str | None) -
     Raises:
         UserError: `out` is in use, no adapter, another base.
     """
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise UserError("is in use", where=str(out), todo="Choose another --out, or remove it")
+    check_free(out)
     loaded, tokenizer, _ = load_adapter(run, model=model)
     done = export_merged(loaded, tokenizer, out) if to == "merged" else export_lora(loaded, out, rank=rank)  # type: ignore[arg-type]
     return {"folder": str(out)} | done
