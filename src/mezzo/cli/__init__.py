@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import click
@@ -47,6 +48,7 @@ def main() -> None:
     """Runs the command line. Exit codes: 0 done, 1 our bug, 2 bad usage or input, 130 interrupted."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft|trl")  # theirs to mend
     try:
         code = mezzo.main(prog_name="mezzo", standalone_mode=False)
     except UserError as error:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError
-
 from mezzo.core import models
 from mezzo.core.errors import UserError
 from mezzo.core.files import check_free
@@ -161,7 +159,7 @@ def run_job(recipe: Recipe, out: Path, screen: Screen, *, resume: bool = False, 
 
 def _disk_is_full(error: BaseException, out: Path) -> bool:
     """Tells a full disk from other faults: not every writer says so in its error."""
-    if not isinstance(error, (OSError, RuntimeError, SafetensorError, UserError)):
+    if not isinstance(error, Exception):  # an interrupt
         return False
     return "no space left" in str(error).lower() or shutil.disk_usage(out).free < 1 << 16
 

@@ -68,7 +68,7 @@ class Recipe:
         """The learning rate: as given, or the default of the mode."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return {"all": 2e-3, "middle": 2e-2}[self.train] if self.init != "nystrom_paper" else 2e-4
+        return {"all": 1e-3, "middle": 2e-2}[self.train] if self.init != "nystrom_paper" else 2e-4
 
     def adapter(self, **more: Any) -> dict[str, Any]:
         """Returns the fields that make an `NLoraConfig`."""
