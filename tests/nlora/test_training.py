@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mezzo.core import models
+from mezzo.core.errors import UserError
 from mezzo.core.runs import Run
+from mezzo.core.stats import Score
+from mezzo.nlora import use
 from mezzo.nlora.job import run_job
 from mezzo.nlora.recipe import Recipe
 from tests.tiny import WORDS
@@ -73,6 +79,39 @@ def test_50_steps_follow_the_golden_curve_and_batch_8_equals_1_accumulated_8_tim
         golden.write_text(json.dumps([round(loss, 4) for loss in one]) + "\n")
     assert one == pytest.approx(json.loads(golden.read_text()), rel=5e-3)
     assert sum(one[-10:]) < sum(one[:10])
+
+
+def test_a_finished_run_is_scored_inspected_exported_and_answers(
+    model_folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    result = run_job(recipe(model_folder, rows, eval_rows=5, max_new_tokens=4), run, Quiet(), export=True)
+    assert result["export"]["identical_answers"] == result["export"]["checked"] == 5
+    assert {score["name"] for score in result["after"]} == {"exact match", "token loss", "perplexity"}
+    assert (run / "report.html").stat().st_size > 10_000
+    again = run_job(Recipe(**Run.open(run).config), run, Quiet(), resume=True)
+    assert again["after"] == result["after"]
+    assert len(losses(run)) == 50
+    common: dict[str, Any] = {"shape": None, "max_new_tokens": 4, "model": None, "base": True, "screen": Quiet()}
+    scores = use.score_run(run, data=None, rows=5, **common)
+    loss = next(score for score in result["after"] if score["name"] == "token loss")
+    assert scores["adapter"]["token loss"] == str(Score.from_dict(loss))
+    assert set(scores["difference"]) == {"exact match", "token loss"}
+    with pytest.raises(UserError, match="without its run"):
+        use.score_run(Path(shutil.copytree(run / "adapter", tmp_path / "alone")), data=None, rows=5, **common)
+    table = use.inspect_run(run, model=None)
+    assert len(table) == 14
+    assert all(row["rank"] == 4 and row["start_percent"] == 0 and row["change_percent"] > 0 for row in table)
+    assert all(row["middle_moved_percent"] > 0 for row in table)
+    answer = use.both_answers(run, model=None, max_new_tokens=4)("w1 w2")
+    assert set(answer) == {"base", "adapter"}
+    use.export_run(run, to="merged", out=tmp_path / "merged", rank="exact", model=None)
+    merged, words = models.load(models.find(tmp_path / "merged"), device="cpu")
+    adapted, _, _ = use.load_adapter(run, device="cpu")
+    ids = words("w1 w2 w3", return_tensors="pt")["input_ids"]
+    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, atol=1e-5, rtol=1e-4)
+    with pytest.raises(UserError, match="already holds files"):
+        use.export_run(run, to="lora", out=tmp_path / "merged", rank="exact", model=None)
 
 
 def start(model: Path, rows: Path, out: Path, *words: str) -> subprocess.Popen[str]:

@@ -83,7 +83,7 @@ def train(
 
 @group.command("eval")
 @click.argument("run", type=FOLDER)
-@click.option("--data", help="Rows to score. Default: held-out rows of the practice task.")
+@click.option("--data", help="Rows to score. Default: the run's own held-out rows.")
 @click.option("--shape", help="Shape of the rows, where their columns do not tell it.")
 @click.option("--rows", type=int, default=100, show_default=True, help="Rows to score.")
 @click.option("--max-new-tokens", type=int, default=80, show_default=True, help="Longest answer.")

@@ -61,7 +61,7 @@ def prepare(recipe: Recipe) -> Prepared:
     """
     files = models.find(recipe.model)
     config = NLoraConfig(**recipe.adapter(task_type="CAUSAL_LM", base_sha256=files.sha256))
-    rows, held_out = _rows(recipe)
+    rows, held_out = rows_for(recipe)
     tokenizer = models.tokenizer(files)
     encoded, long = encode_all(tokenizer, rows, max_length=recipe.max_length, too_long=recipe.too_long)
     skeleton = models.skeleton(files)
@@ -92,6 +92,8 @@ def recipe_for(out: Path, config: Path | None, *, resume: bool, flags: dict[str,
         flags = flags | {"target_modules": [name.strip() for name in targets.split(",") if name.strip()]}
     if not resume:
         return load_recipe(config, **flags)
+    if config is not None:
+        raise UserError("a resumed run keeps its settings", where="--config", todo="Leave it out, or start a new run")
     begun = Run.open(out).config
     for key, value in flags.items():
         if value is not None and begun.get(key) != value:
@@ -205,7 +207,12 @@ def _stages(recipe: Recipe, made: Prepared, run: Run, screen: Screen, *, resume:
     return result
 
 
-def _rows(recipe: Recipe) -> tuple[Rows, Rows | None]:
+def rows_for(recipe: Recipe) -> tuple[Rows, Rows | None]:
+    """Returns a recipe's rows to learn and its held-out rows (None: no scores wanted, or too few rows to hold any out).
+
+    Raises:
+        UserError: a file is missing or a row is bad.
+    """
     if recipe.data is None:
         held = practice_rows(recipe.eval_rows, seed=recipe.seed, held_out=True) if recipe.eval_rows else None
         return practice_rows(recipe.practice, seed=recipe.seed), held

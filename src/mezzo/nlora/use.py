@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ from safetensors import SafetensorError
 from mezzo.core import models
 from mezzo.core.errors import UserError
 from mezzo.core.files import check_free
-from mezzo.core.records import read
+from mezzo.core.records import Row, Rows, read
 from mezzo.core.runs import Run
-from mezzo.nlora.evaluate import differences, evaluate
+from mezzo.nlora.evaluate import answer_rows, differences, evaluate
 from mezzo.nlora.export import export_lora, export_merged
-from mezzo.nlora.job import Screen
+from mezzo.nlora.job import Screen, rows_for
 from mezzo.nlora.layer import NLoraLinear
 from mezzo.nlora.nystrom import balanced, leading_landmarks, product_norm, slices
-from mezzo.nlora.practice import practice_rows
+from mezzo.nlora.recipe import Recipe
 from mezzo.nlora.tuner import adapted_layers
 
 
@@ -96,6 +97,21 @@ def _base_of(path: Path, config: dict[str, Any]) -> str:
     return str(config.get("base_model_name_or_path") or models.DEFAULT)
 
 
+def held_out_rows(run: Path, count: int) -> Rows:
+    """Returns the first `count` held-out rows of a run: those that training did not see.
+
+    Raises:
+        UserError: the folder is no run, or its run held nothing out.
+    """
+    config = find_adapter(run).parent / "config.json"
+    if not config.is_file():
+        raise UserError("is an adapter without its run", where=str(run), todo="Name rows to score with --data")
+    held_out = rows_for(Recipe(**Run.open(config.parent).config))[1]
+    if held_out is None:
+        raise UserError("this run held no rows out", where=str(run), todo="Name rows to score with --data")
+    return replace(held_out, rows=held_out.rows[:count])
+
+
 def score_run(
     run: Path,
     *,
@@ -114,7 +130,7 @@ def score_run(
     """
     if rows < 1:
         raise UserError(f"{rows} is too small", where="rows", todo="Give 1 or more")
-    chosen = read(data, shape=shape, limit=rows) if data else practice_rows(rows, held_out=True)  # type: ignore[arg-type]
+    chosen = read(data, shape=shape, limit=rows) if data else held_out_rows(run, rows)  # type: ignore[arg-type]
     loaded, tokenizer, _ = load_adapter(run, model=model)
     with screen.bar("scoring the adapter") as update:
         after = evaluate(loaded, tokenizer, list(chosen), max_new_tokens=max_new_tokens, progress=update)
@@ -178,9 +194,6 @@ def _inspected(key: str, layer: NLoraLinear, config: Any) -> dict[str, Any]:
 
 def both_answers(run: Path, *, model: str | None, max_new_tokens: int) -> Callable[[str], dict[str, str]]:
     """Returns a function from a question to the greedy answers {"base": ..., "adapter": ...}."""
-    from mezzo.core.records import Row
-    from mezzo.nlora.evaluate import answer_rows
-
     loaded, tokenizer, _ = load_adapter(run, model=model)
 
     def answer(question: str) -> dict[str, str]:
