@@ -24,3 +24,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import save_tiny
 
     return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test that needs the built-in model where it is not here."""
+    if item.get_closest_marker("model"):
+        from mezzo.core import fetch, models
+
+        if not fetch.sealed(fetch.home() / "models" / models.DEFAULT):
+            pytest.skip("the built-in model is not here: `mezzo model get`")
