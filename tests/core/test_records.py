@@ -75,6 +75,19 @@ def test_input_is_joined_and_columns_can_be_named(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", [{"ask": "q", "reply": "a"}])
     found = read(path, columns={"prompt": "ask", "completion": "reply"})
     assert (found.shape, found[0].completion) == ("prompt/completion", "a")
+    with pytest.raises(UserError, match="row 1, column asked: is missing"):
+        read(path, columns={"prompt": "asked"})
+    with pytest.raises(UserError, match="unknown field 'promt'"):
+        read(path, columns={"promt": "ask"})
+
+
+def test_a_path_in_a_folder_that_is_here_is_never_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="data/rows: no such file"):
+        read("data/rows")
 
 
 def test_split_is_seeded_disjoint_and_keeps_the_pieces_of_a_row_together(tmp_path: Path) -> None:

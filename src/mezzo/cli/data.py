@@ -34,6 +34,8 @@ def check(file: str, shape: str | None, columns: tuple[str, ...], split: str, as
     """
     from mezzo.core import records
 
+    if wrong := next((pair for pair in columns if "=" not in pair), None):
+        raise click.BadParameter(f"{wrong!r} is no FIELD=NAME", param_hint="--column")
     named = dict(pair.partition("=")[::2] for pair in columns)
     found: dict[str, Any] = records.summary(records.read(file, shape=shape, columns=named, split=split))  # type: ignore[arg-type]
     if as_json:

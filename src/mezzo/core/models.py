@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mezzo.core.errors import UserError
 from mezzo.core.fetch import check_gguf, convert_gguf, fetch_builtin, home, sealed, silent
 from mezzo.core.files import sha256_file, write_json
+from mezzo.core.sources import looks_like_id
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,7 @@ def find(name: str | Path, *, say: Callable[[str], None] = lambda text: None) ->
         return ModelFiles(text, folder := _converted(path, say), content_hash(folder))
     if path.is_dir():
         return ModelFiles(text, path, _checked(path))
-    if text.count("/") == 1 and not text.startswith((".", "/", "~")):
+    if looks_like_id(text):
         return ModelFiles(text, folder := _from_hub(text), _checked(folder))
     raise UserError(
         "no such model", where=text, todo=f"Name a model folder, a GGUF file, a hub id (org/name), or {DEFAULT}"

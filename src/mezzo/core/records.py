@@ -90,6 +90,10 @@ def read(
     content, raw = raw_rows(where, split=split)
     chosen: Shape | None = shape
     renamed = dict(columns or {})
+    fields = sorted({name for known in get_args(Shape) for name in known.split("/")})
+    for name in renamed:
+        if name not in fields:
+            raise UserError(f"unknown field {name!r}", where="columns", todo=f"Use one of: {', '.join(fields)}")
     made: list[Row] = []
     faults: list[UserError] = []
     for number, value in islice(raw, limit):
@@ -97,7 +101,10 @@ def read(
         try:
             if not isinstance(value, dict):
                 raise UserError("is no JSON object", where=place, todo="Write one JSON object a line")
-            value = value | {name: value[column] for name, column in renamed.items() if column in value}
+            absent = next((column for column in renamed.values() if column not in value), None)
+            if absent is not None:
+                raise UserError("is missing", where=f"{place}, column {absent}", todo="Check the names of your columns")
+            value = value | {name: value[column] for name, column in renamed.items()}
             if chosen is None:
                 chosen = _find_shape(value, place)
             made.extend(_rows_of(value, chosen, number, place))

@@ -32,9 +32,14 @@ def raw_rows(source: str, *, split: str) -> tuple[bytes | None, Iterator[Raw]]:
         if path.is_dir():
             return None, _saved(path, split)
     name = source.removeprefix("hf:")
-    if source.startswith("hf:") or (name.count("/") == 1 and not name.startswith((".", "/", "~")) and not path.suffix):
+    if source.startswith("hf:") or (looks_like_id(name) and not path.suffix):
         return None, _data_set(name, split)
     raise UserError("no such file", where=source, todo=f"Name a file ({FORMATS}) or a data set (hf:org/name)")
+
+
+def looks_like_id(name: str) -> bool:
+    """Tells `org/name` from the path of something in a folder that is here."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name.split("/")[0]).exists()
 
 
 def _file(path: Path) -> tuple[bytes, Iterator[Raw]]:
