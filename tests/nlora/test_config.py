@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from peft import PeftModel, get_peft_model
 from mezzo.core.errors import UserError
 from mezzo.nlora import NLoraConfig, adapted_layers
 from mezzo.nlora.factors import Factors
-from mezzo.nlora.recipe import Recipe
+from mezzo.nlora.recipe import Recipe, load_recipe
 from tests.tiny import llama
 
 
@@ -125,3 +126,16 @@ def test_factors_subtract_fold_and_truncate() -> None:
 def test_a_recipe_that_cannot_work_names_its_field(fields: dict[str, Any], wanted: str) -> None:
     with pytest.raises(UserError, match=f"^{wanted}"):
         Recipe(**fields)
+
+
+def test_a_yaml_file_fills_the_recipe_and_flags_go_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("learning_rate: 1e-3\nr: 32\ntarget_modules: [q_proj]\ntoo_long: drop\n")
+    recipe = load_recipe(file, r=8, steps=None)
+    assert (recipe.rate, recipe.r, recipe.target_modules, recipe.too_long) == (1e-3, 8, ["q_proj"], "drop")
+    file.write_text("")
+    assert load_recipe(file) == Recipe()
+    for text, wanted in {"- a\n": "no mapping", "a: [": "is no YAML", "learning_rate: fast\n": "does not fit"}.items():
+        file.write_text(text)
+        with pytest.raises(UserError, match=wanted):
+            load_recipe(file)

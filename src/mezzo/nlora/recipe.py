@@ -7,6 +7,7 @@ import difflib
 import math
 import types
 import typing
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -89,6 +90,12 @@ def load_recipe(path: Path | None, **flags: Any) -> Recipe:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(known)}"
             raise UserError(f"unknown key {key!r}", where=str(path), todo=hint.rstrip("?"))
+    for key in ("learning_rate", "lora_alpha", "epochs"):
+        if isinstance(values.get(key), str):  # YAML 1.1 reads 1e-3 as text
+            with suppress(ValueError):
+                values[key] = float(values[key])
+    if isinstance(values.get("target_modules"), list):
+        values["target_modules"] = [str(name) for name in values["target_modules"]]
     return Recipe(**(values | {key: value for key, value in flags.items() if value is not None}))
 
 
