@@ -17,7 +17,7 @@ ROWS
 mezzo data check "$out/rows.jsonl"
 mezzo nlora train --data "$out/rows.jsonl" --out "$out/run" --steps 8 --batch-size 4 --eval-rows 0
 mezzo nlora eval "$out/run" --data "$out/rows.jsonl" --rows 4 --max-new-tokens 12 --base --json
-mezzo nlora inspect "$out/run" | head -5
+mezzo nlora inspect "$out/run"
 mezzo nlora export "$out/run" --out "$out/lora"
 mezzo nlora export "$out/run" --to merged --out "$out/merged"
 echo "plum" | mezzo nlora chat "$out/run" --max-new-tokens 12
