@@ -74,10 +74,10 @@ def prepare(recipe: Recipe) -> Prepared:
             todo=f"Use --max-length {context} --too-long drop or truncate",
         )
     dtype = models.choose_dtype(recipe.dtype, models.choose_device(recipe.device))
-    lengths = sorted(len(item.input_ids) for item in encoded)
-    tokens = recipe.batch_size * lengths[int(0.9 * (len(lengths) - 1))]
     copy = dataclasses.replace(config)
-    plan = make_plan(skeleton, copy, dtype=dtype, tokens=tokens, checkpointing=recipe.gradient_checkpointing)
+    plan = make_plan(
+        skeleton, copy, dtype=dtype, tokens=recipe.batch_size * longest, checkpointing=recipe.gradient_checkpointing
+    )
     return Prepared(files, rows, held_out, encoded, long, config, plan)
 
 

@@ -15,6 +15,9 @@ from mezzo.nlora.tuner import adapted_layers
 STATE_BYTES = 4 + 4 + 8
 """Bytes of a trained number: itself, its gradient, AdamW's two moments, all float32."""
 
+RUNTIME_BYTES = 700 << 20
+"""Bytes of the process itself with its libraries, as measured on a CPU."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -35,8 +38,8 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Estimated peak: weights, training state, activations, and the logits' loss."""
-        return self.base_bytes + self.state_bytes + self.activation_bytes
+        """Estimated peak of training: the process, weights, training state, activations, and the logits' loss."""
+        return RUNTIME_BYTES + self.base_bytes + self.state_bytes + self.activation_bytes
 
 
 def make_plan(
@@ -48,7 +51,7 @@ def make_plan(
         skeleton: the model on the meta device; it is changed.
         config: the adapter; its errors (ranks, targets) are raised here.
         dtype: dtype of the base weights.
-        tokens: tokens of one batch.
+        tokens: tokens of the largest batch, padding included.
         checkpointing: whether activations are recomputed.
 
     Raises:
@@ -61,7 +64,7 @@ def make_plan(
     item = torch.finfo(dtype).bits // 8
     adapter = sum(p.numel() for _, layer in layers for p in layer.parameters() if p is not layer.base_layer.weight)
     total = with_adapter - adapter
-    per_layer = width.hidden_size * 12 + 3 * getattr(width, "intermediate_size", 4 * width.hidden_size)
+    per_layer = width.hidden_size * 12 + 5 * getattr(width, "intermediate_size", 4 * width.hidden_size)
     depth = 2 if checkpointing else width.num_hidden_layers
     kinds: dict[str, int] = {}
     for key, _ in layers:
