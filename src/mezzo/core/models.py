@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mezzo.core.errors import UserError
-from mezzo.core.fetch import check_gguf, convert_gguf, fetch_builtin, home, sealed, silent
+from mezzo.core.fetch import check_gguf, convert_gguf, fetch_builtin, first_line, home, locked, sealed, silent
 from mezzo.core.files import sha256_file, write_json
 from mezzo.core.sources import looks_like_id
 
@@ -40,7 +41,7 @@ def find(name: str | Path, *, say: Callable[[str], None] = lambda text: None) ->
     Raises:
         UserError: nothing usable lies there; says what is missing.
     """
-    text, path = str(name), Path(name).expanduser()
+    text, path = str(name), _path(str(name))
     if text == DEFAULT:
         folder = home() / "models" / DEFAULT
         if not sealed(folder):
@@ -67,10 +68,7 @@ def get(name: str = DEFAULT, *, say: Callable[[str], None] = lambda text: None) 
         return find(name, say=say)
     folder = home() / "models" / DEFAULT
     if not sealed(folder):
-        from filelock import FileLock
-
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.parent / f".{DEFAULT}.lock"):
+        with locked(folder):
             if not sealed(folder):
                 fetch_builtin(folder, say)
     return find(name)
@@ -97,13 +95,26 @@ def known() -> list[dict[str, Any]]:
 
 
 def load(files: ModelFiles, *, dtype: str = "auto", device: str = "auto") -> tuple[Any, Any]:
-    """Returns (model in eval mode, tokenizer padding on the left), placed by `choose_device` and `choose_dtype`."""
+    """Returns (model in eval mode, tokenizer padding on the left), placed by `choose_device` and `choose_dtype`.
+
+    Raises:
+        UserError: an architecture this transformers does not know, or weights that do not fit the configuration.
+    """
     from transformers import AutoModelForCausalLM
 
     place = choose_device(device)
-    with silent():
-        model: Any = AutoModelForCausalLM.from_pretrained(str(files.folder), dtype=choose_dtype(dtype, place))
+    kind = choose_dtype(dtype, place)
+    skeleton(files)  # a faulty configuration is said before the weights are read
     words = tokenizer(files)
+    where, todo = str(files.folder), "Copy the model again"
+    try:
+        with silent():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(where, dtype=kind, output_loading_info=True)
+    except Exception as error:  # safetensors' own error has no other base
+        raise UserError(f"the weights do not fit config.json ({first_line(error)})", where=where, todo=todo) from error
+    model, told = loaded
+    if absent := sorted(told["missing_keys"]):
+        raise UserError(f"{len(absent)} weights are missing ({absent[0]} first)", where=where, todo=todo)
     if model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = words.pad_token_id
     return model.to(place).eval(), words
@@ -120,10 +131,11 @@ def tokenizer(files: ModelFiles) -> Any:
     try:
         with silent():
             words = AutoTokenizer.from_pretrained(str(files.folder))
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or ["no message"])[0]
+    except Exception as error:  # the tokenizers library raises the bare class
         raise UserError(
-            f"no tokenizer can be read ({first})", where=str(files.folder), todo="Add the model's tokenizer files"
+            f"no tokenizer can be read ({first_line(error)})",
+            where=str(files.folder),
+            todo="Add the model's tokenizer files",
         ) from error
     if words.pad_token is None:
         words.pad_token = words.eos_token
@@ -143,10 +155,11 @@ def skeleton(files: ModelFiles) -> Any:
     try:
         with silent(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(files.folder)))
-    except (ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or ["no message"])[0]
+    except Exception as error:  # a faulty configuration fails in its own checks, or anywhere in the layers
         raise UserError(
-            f"this model cannot be built ({first})", where=str(files.folder), todo="Use a causal language model"
+            f"this model cannot be built ({first_line(error)})",
+            where=str(files.folder),
+            todo="Use a causal language model",
         ) from error
 
 
@@ -161,7 +174,9 @@ def choose_device(device: str) -> str:
     here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device == "auto":
         return next(name for name, present in here.items() if present)
-    if device.partition(":")[0] not in here or not here[device.partition(":")[0]]:
+    kind, colon, number = device.partition(":")
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    if not here.get(kind) or (colon and not (number.isdecimal() and int(number) < count)):
         present = ", ".join(name for name, there in here.items() if there)
         raise UserError(f"no device {device!r} here", where="device", todo=f"Use auto or one of: {present}")
     return device
@@ -216,7 +231,9 @@ def _shards(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            if not names:
+                raise ValueError("empty")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise UserError("is damaged", where=str(index), todo="Copy the model again") from error
         for name in names:
             if not (folder / name).is_file():
@@ -224,9 +241,8 @@ def _shards(folder: Path) -> list[Path]:
                     "a shard of the weights is missing", where=str(folder / name), todo="Copy the model again"
                 )
         return [folder / name for name in names]
-    found = sorted(folder.glob("*.safetensors"))
-    if found:
-        return found
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
     pickles = [file.name for file in sorted(folder.iterdir()) if file.suffix in PICKLES]
     if pickles:
         raise UserError(
@@ -234,35 +250,61 @@ def _shards(folder: Path) -> list[Path]:
             where=str(folder),
             todo="Save it as safetensors first (transformers: save_pretrained)",
         )
-    raise UserError("holds no weights", where=str(folder), todo="Name a folder with *.safetensors")
+    raise UserError("holds no weights", where=str(folder), todo="Name a folder with model.safetensors")
 
 
 def _tensor_hashes(file: Path) -> list[list[Any]]:
-    with file.open("rb") as opened:
-        head = opened.read(8)
-        size = file.stat().st_size
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
-        if length > size - 8:
-            raise UserError("is cut off or damaged", where=str(file), todo="Copy the model again")
-        try:
-            header = json.loads(opened.read(length))
-            header.pop("__metadata__", None)
-            entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"][0])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError("has a damaged header", where=str(file), todo="Copy the model again") from error
-        found = []
-        for name, tensor in entries:
-            start, end = tensor["data_offsets"]
-            if 8 + length + end > size:
-                raise UserError("is cut off", where=str(file), todo="Copy the model again")
-            opened.seek(8 + length + start)
-            digest, left = hashlib.sha256(), end - start
-            while left:
-                block = opened.read(min(left, 1 << 24))
-                digest.update(block)
-                left -= len(block)
-            found.append([name, tensor["dtype"], tensor["shape"], digest.hexdigest()])
+    try:
+        with file.open("rb") as opened:
+            start, entries = _header(opened, file)
+            found = []
+            for name, tensor in entries:
+                begin, end = tensor["data_offsets"]
+                opened.seek(start + begin)
+                digest, left = hashlib.sha256(), end - begin
+                while left:
+                    if not (block := opened.read(min(left, 1 << 24))):
+                        raise UserError("is cut off", where=str(file), todo="Copy the model again")
+                    digest.update(block)
+                    left -= len(block)
+                found.append([name, tensor["dtype"], tensor["shape"], digest.hexdigest()])
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})", where=str(file), todo="Check the file") from error
     return found
+
+
+def _header(opened: BinaryIO, file: Path) -> tuple[int, list[tuple[str, dict[str, Any]]]]:
+    """Returns where the tensors' bytes start, and (name, entry) of each tensor in the order of its bytes."""
+    head, size = opened.read(8), file.stat().st_size
+    length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+    if length > size - 8:
+        raise UserError("is cut off or damaged", where=str(file), todo="Copy the model again")
+    try:
+        header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        ends = [0]
+        for tensor in header.values():
+            begin, end = map(operator.index, tensor["data_offsets"])
+            if not (0 <= begin <= end and isinstance(tensor["dtype"], str) and isinstance(tensor["shape"], list)):
+                raise ValueError("an entry that is none")
+            ends.append(end)
+        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"][0])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError("has a damaged header", where=str(file), todo="Copy the model again") from error
+    if 8 + length + max(ends) > size:
+        raise UserError("is cut off", where=str(file), todo="Copy the model again")
+    return 8 + length, entries
+
+
+def _path(name: str) -> Path:
+    try:
+        path = Path(name).expanduser()
+        path.is_file()  # a name that is too long, or in a folder that may not be read, fails here
+        return path
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"no such model ({first_line(error)[:60]})", where=name[:80] or "model", todo="Name a model folder"
+        ) from error
 
 
 def _checked(folder: Path) -> str:
@@ -275,8 +317,8 @@ def _checked(folder: Path) -> str:
         )
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError(f"is no JSON ({error})", where=str(config), todo="Copy the model again") from error
+    except (ValueError, OSError, RecursionError) as error:
+        raise UserError(f"is no JSON ({first_line(error)})", where=str(config), todo="Copy the model again") from error
     if not isinstance(values, dict) or "model_type" not in values:
         raise UserError("names no model_type", where=str(config), todo="Name the folder of a transformers model")
     if "auto_map" in values:
@@ -292,8 +334,10 @@ def _converted(file: Path, say: Callable[[str], None]) -> Path:
     check_gguf(file)
     folder = home() / "converted" / sha256_file(file)
     if not sealed(folder):
-        convert_gguf(file, folder, say)
-        write_json(folder / "source.json", {"file": file.name})
+        with locked(folder):
+            if not sealed(folder):
+                convert_gguf(file, folder, say)
+                write_json(folder / "source.json", {"file": file.name})
     return folder
 
 
@@ -303,7 +347,8 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
     except Exception as error:  # the hub client's errors share no base
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"no such folder, and the hub gave nothing ({first})", where=name, todo="Check the name and the network"
+            f"no such folder, and the hub gave nothing ({first_line(error)})",
+            where=name,
+            todo="Check the name and the network",
         ) from error
