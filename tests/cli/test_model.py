@@ -69,6 +69,7 @@ def test_get_refuses_what_is_no_model(tmp_path: Path) -> None:
 
 
 def test_a_failed_download_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "home" / "models" / ".download-of-a-killed-process").mkdir(parents=True)
     done = run("get", home=tmp_path / "home", PIP_NO_INDEX="1", PIP_NO_CACHE_DIR="1")
     assert done.returncode == 2
     progress, error = done.stderr.splitlines()

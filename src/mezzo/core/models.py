@@ -231,8 +231,8 @@ def _shards(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            if not names:
-                raise ValueError("empty")
+            if not names or not all(isinstance(name, str) and 0 < len(name) < 256 for name in names):
+                raise ValueError("no names of files")
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise UserError("is damaged", where=str(index), todo="Copy the model again") from error
         for name in names:
