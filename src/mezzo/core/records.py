@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import random
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -23,7 +24,8 @@ Message = dict[str, str]
 """{"role": "system" | "user" | "assistant" | "tool", "content": text}."""
 
 ROLES = ("system", "user", "assistant", "tool")
-_SHAREGPT = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+_SHAREGPT = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
+_KINDS = {"bool": "true/false value", "int": "number", "float": "number", "dict": "JSON object"}
 _OPTIONAL = ("input",)
 MAX_FAULTS = 1000
 
@@ -39,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows(Sequence[Row]):
-    """Checked rows: where they came from, their shape, and the SHA-256 of the source's content."""
+    """Checked rows: where they came from, their shape, the SHA-256 of the source's content, and field -> column."""
 
     source: str
     shape: Shape
@@ -63,6 +65,10 @@ class Rows(Sequence[Row]):
     def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
         return self.rows[index]
 
+    def take(self, n: int) -> Rows:
+        """Returns the first `n` rows (all where there are fewer); the hash stays that of the source."""
+        return replace(self, rows=self.rows[:n])
+
 
 def read(
     source: str | Path,
@@ -77,37 +83,29 @@ def read(
     Args:
         source: path, or `org/name[:config]` (`hf:` before it where a path of that name exists).
         shape: None: found by the columns.
-        columns: field -> the user's column, e.g. {"prompt": "ask", "completion": "reply"}.
+        columns: field -> the user's column, e.g. {"prompt": "ask", "completion": "reply"}; tells the shape too.
         split: which split of a data set.
-        limit: read no more than this many rows.
+        limit: read no more than this many rows of the source (a chat gives a row for each reply).
 
     Raises:
-        UserError: names the file, the row and the field, and says how many more rows share the fault.
+        UserError: names the file, the row and the field, and says how many more rows have faults.
     """
     where = str(source)
-    if shape is not None and shape not in get_args(Shape):
-        raise UserError(f"unknown shape {shape!r}", where="shape", todo=f"Use one of: {', '.join(get_args(Shape))}")
-    content, raw = raw_rows(where, split=split)
-    chosen: Shape | None = shape
     renamed = dict(columns or {})
-    fields = sorted({name for known in get_args(Shape) for name in known.split("/")})
-    for name in renamed:
-        if name not in fields:
-            raise UserError(f"unknown field {name!r}", where="columns", todo=f"Use one of: {', '.join(fields)}")
+    chosen = _asked_shape(shape, renamed)
+    if limit is not None and limit < 1:
+        raise UserError(f"{limit} is too small", where="limit", todo="Read 1 row or more")
+    content, raw = raw_rows(where, split=split)
     made: list[Row] = []
+    used: dict[str, str] = {}
     faults: list[UserError] = []
     for number, value in islice(raw, limit):
         place = f"{where}, row {number}"
         try:
-            if not isinstance(value, dict):
-                raise UserError("is no JSON object", where=place, todo="Write one JSON object a line")
-            absent = next((column for column in renamed.values() if column not in value), None)
-            if absent is not None:
-                raise UserError("is missing", where=f"{place}, column {absent}", todo="Check the names of your columns")
-            value = value | {name: value[column] for name, column in renamed.items()}
-            if chosen is None:
-                chosen = _find_shape(value, place)
-            made.extend(_rows_of(value, chosen, number, place))
+            row = _mapping(value, renamed, place)
+            chosen = chosen or _find_shape(row, place)
+            made.extend(_rows_of(row, chosen, number, place))
+            used.update({name: renamed.get(name, name) for name in _fields(chosen) if name in row})
         except UserError as fault:
             faults.append(fault)
             if len(faults) >= MAX_FAULTS:
@@ -116,20 +114,20 @@ def read(
         raise _summed(faults)
     if not made or chosen is None:
         raise UserError("holds no rows", where=where, todo="Name a file that holds rows")
-    digest = (
-        hashlib.sha256(content).hexdigest() if content is not None else Rows.of(made, source="", shape=chosen).sha256
-    )
-    return Rows(where, chosen, digest, tuple(made), renamed)
+    digest = Rows.of(made, source="", shape=chosen).sha256 if content is None else hashlib.sha256(content).hexdigest()
+    return Rows(where, chosen, digest, tuple(made), used)
 
 
 def split(rows: Rows, held_out: int, seed: int) -> tuple[Rows, Rows]:
     """Returns (rest, held out), drawn with the seed; pieces of one source row stay on one side.
 
     Raises:
-        UserError: fewer than `held_out` + 1 source rows.
+        UserError: `held_out` is below 1, or there are fewer than `held_out` + 1 source rows.
     """
     numbers = sorted({row.number for row in rows})
-    if held_out < 1 or len(numbers) <= held_out:
+    if held_out < 1:
+        raise UserError(f"{held_out} rows cannot be held out", where=rows.source, todo="Hold out 1 row or more")
+    if len(numbers) <= held_out:
         raise UserError(
             f"{len(numbers)} rows are too few to hold out {held_out}", where=rows.source, todo="Hold out fewer"
         )
@@ -139,8 +137,15 @@ def split(rows: Rows, held_out: int, seed: int) -> tuple[Rows, Rows]:
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Writes one JSON object a line, atomically; compressed where the name ends with .gz."""
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    """Writes one JSON object a line, atomically; compressed where the name ends with .gz.
+
+    Raises:
+        UserError: text that cannot be encoded, a full disk, a place that cannot be written to.
+    """
+    try:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    except UnicodeEncodeError as error:
+        raise UserError("rows hold half a character (a lone surrogate)", where=str(path), todo="Mend it") from error
     with atomic(path) as temporary:
         temporary.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
@@ -152,18 +157,59 @@ def _summed(faults: list[UserError]) -> UserError:
     return UserError(first.what + count, where=first.where, todo=first.todo)
 
 
+def _asked_shape(shape: str | None, renamed: Mapping[str, str]) -> Shape | None:
+    """Returns the shape that is named, or that the fields with named columns belong to; None where nothing is said."""
+    known = get_args(Shape)
+    if shape is not None and shape not in known:
+        raise UserError(f"unknown shape {shape!r}", where="shape", todo=f"Use one of: {', '.join(known)}")
+    fields = sorted({name for each in known for name in each.split("/")})
+    for name in renamed:
+        if name not in fields:
+            raise UserError(f"unknown field {name!r}", where="columns", todo=f"Use one of: {', '.join(fields)}")
+    fits: list[Shape] = [each for each in known if set(renamed) <= set(each.split("/")) and shape in (None, each)]
+    if not fits:
+        of = f"shape {shape}" if shape else "one shape"
+        raise UserError(
+            f"{', '.join(renamed)} are not fields of {of}", where="columns", todo=f"Shapes: {', '.join(known)}"
+        )
+    return fits[0] if shape or renamed else None
+
+
+def _mapping(value: Any, renamed: Mapping[str, str], place: str) -> dict[str, Any]:
+    """Returns a raw row with its columns under the names of their fields too."""
+    if isinstance(value, UserError):
+        raise value
+    if not isinstance(value, dict):
+        raise UserError("is no JSON object", where=place, todo="Write one JSON object a line")
+    absent = next((column for column in renamed.values() if column not in value), None)
+    if absent is not None:
+        raise UserError("is missing", where=f"{place}, column {absent}", todo="Check the names of your columns")
+    return value | {name: value[column] for name, column in renamed.items()}
+
+
+def _fields(shape: str) -> list[str]:
+    return ["messages", "conversations"] if shape == "messages" else shape.split("/")
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and value != value)  # None or NaN
+
+
 def _find_shape(value: Mapping[str, Any], place: str) -> Shape:
-    if "conversations" in value:
-        return "messages"
-    fits: list[Shape] = [
-        shape for shape in get_args(Shape) if all(name in value for name in shape.split("/") if name not in _OPTIONAL)
-    ]
+    def fitting(there: set[str]) -> list[Shape]:
+        if "conversations" in there:
+            there = there | {"messages"}
+        return [shape for shape in get_args(Shape) if {*shape.split("/")} - {*_OPTIONAL} <= there]
+
+    fits = fitting(set(value))
+    if len(fits) > 1:  # tables give every row every column: go by those that are filled
+        fits = fitting({name for name, cell in value.items() if not _is_null(cell)}) or fits
     if "text" in fits and len(fits) > 1:
         fits.remove("text")
     if len(fits) > 1:
         raise UserError(f"fits {' and '.join(fits)}", where=place, todo="Say which with --shape")
     if not fits:
-        columns = ", ".join(map(str, value)) or "none"
+        columns = textwrap.shorten(", ".join(map(str, value)) or "none", 200, placeholder=", ...")
         raise UserError(
             f"has no known shape (columns: {columns})",
             where=place,
@@ -179,40 +225,41 @@ def _rows_of(value: Mapping[str, Any], shape: Shape, number: int, place: str) ->
         return [Row(number, (), _text(value, "text", shape, place))]
     names = shape.split("/")
     ask, reply = names[0], names[-1]
-    if shape == "prompt/completion" and isinstance(value.get("prompt"), list):
-        turns = _messages(value["prompt"], "prompt", place)
-        answer = value.get("completion")
-        if isinstance(answer, list):
-            answer = _messages(answer, "completion", place)[-1]["content"]
-        return [Row(number, tuple(turns), _text({"completion": answer}, "completion", shape, place))]
-    text = _text(value, ask, shape, place)
-    extra = value.get("input") if shape.startswith("instruction") else None
-    if extra is not None and not isinstance(extra, str):
-        raise UserError(f"is a {type(extra).__name__}, not text", where=f"{place}, field input", todo="Write text")
-    if extra and extra.strip():
-        text = f"{text}\n\n{extra}"
-    return [Row(number, ({"role": "user", "content": text},), _text(value, reply, shape, place))]
+    if shape == "prompt/completion" and isinstance(value.get(ask), list):
+        prompt = _messages(value[ask], ask, place)
+    else:
+        text = _text(value, ask, shape, place)
+        extra = value.get("input") if shape.startswith("instruction") else None
+        if not _is_null(extra) and _checked(extra, f"{place}, field input", blank=True):
+            text = f"{text}\n\n{extra}"
+        prompt = [{"role": "user", "content": text}]
+    if shape == "prompt/completion" and isinstance(value.get(reply), list):
+        return _replies(prompt, _messages(value[reply], reply, place), number, f"{place}, field {reply}")
+    return [Row(number, tuple(prompt), _text(value, reply, shape, place))]
 
 
 def _text(value: Mapping[str, Any], name: str, shape: str, place: str) -> str:
-    found = value.get(name)
-    if found is None:
+    if _is_null(value.get(name)):
         other = _other_shape(value, shape)
         if other:
-            raise UserError(
-                f"is of shape {other}, the rows before of {shape}", where=place, todo="Keep one shape a file"
-            )
+            raise UserError(f"is of shape {other}, not {shape}", where=place, todo="Keep one shape a file")
         raise UserError("is missing", where=f"{place}, field {name}", todo=f"Give every row {shape.replace('/', ', ')}")
+    return _checked(value[name], f"{place}, field {name}")
+
+
+def _checked(found: Any, where: str, *, blank: bool = False) -> str:
+    """Returns text that can be learnt; "" for blank text where that is allowed."""
     if not isinstance(found, str):
-        raise UserError(f"is a {type(found).__name__}, not text", where=f"{place}, field {name}", todo="Write text")
+        kind = type(found).__name__
+        raise UserError(f"is a {_KINDS.get(kind, kind)}, not text", where=where, todo="Write text")
     if not found.strip():
-        raise UserError("is empty", where=f"{place}, field {name}", todo="Fill it, or leave the row out")
+        if blank:
+            return ""
+        raise UserError("is empty", where=where, todo="Fill it, or leave the row out")
     try:
         found.encode()
     except UnicodeEncodeError as error:
-        raise UserError(
-            "holds half a character (a lone surrogate)", where=f"{place}, field {name}", todo="Mend it"
-        ) from error
+        raise UserError("holds half a character (a lone surrogate)", where=where, todo="Mend it") from error
     return found
 
 
@@ -230,42 +277,56 @@ def _messages(turns: Any, name: str, place: str) -> list[Message]:
         raise UserError("is no list of messages", where=where, todo='Write [{"role": ..., "content": ...}, ...]')
     made = []
     for k, turn in enumerate(turns, start=1):
+        at = f"{where}, message {k}"
         if not isinstance(turn, dict):
-            raise UserError("is no message", where=f"{where}, message {k}", todo='Write {"role": ..., "content": ...}')
-        role = turn.get("role", _SHAREGPT.get(str(turn.get("from"))))
+            raise UserError("is no message", where=at, todo='Write {"role": ..., "content": ...}')
+        said = turn.get("role", turn.get("from"))
+        role = said if "role" in turn else _SHAREGPT.get(str(said))
         if role not in ROLES:
-            raise UserError(f"unknown role {role!r}", where=f"{where}, message {k}", todo=f"Use {', '.join(ROLES)}")
+            fault = "has no role" if said is None else f"unknown role {said!r}"
+            raise UserError(fault, where=at, todo=f"Use {', '.join(ROLES)}")
         text = turn.get("content", turn.get("value"))
-        made.append(
-            {"role": str(role), "content": _text({"content": text}, "content", "messages", f"{where}, message {k}")}
-        )
+        if _is_null(text):
+            raise UserError("has no content", where=at, todo="Give every message its text, or leave the row out")
+        made.append({"role": str(role), "content": _checked(text, at)})
     return made
 
 
 def _turns(value: Mapping[str, Any], number: int, place: str) -> list[Row]:
-    name = "messages" if "messages" in value else "conversations"
-    if name not in value:
+    name = "messages" if not _is_null(value.get("messages")) else "conversations"
+    if _is_null(value.get(name)):
         _text(value, "messages", "messages", place)
-    turns = _messages(value[name], name, place)
-    rows = [Row(number, tuple(turns[:k]), t["content"]) for k, t in enumerate(turns) if t["role"] == "assistant" and k]
+    return _replies([], _messages(value[name], name, place), number, f"{place}, field {name}")
+
+
+def _replies(before: list[Message], turns: list[Message], number: int, where: str) -> list[Row]:
+    """Returns a row for each assistant turn that has turns before it."""
+    rows = [
+        Row(number, (*before, *turns[:k]), turn["content"])
+        for k, turn in enumerate(turns)
+        if turn["role"] == "assistant" and (before or k)
+    ]
     if not rows:
-        raise UserError(
-            "has no assistant turn after another", where=f"{place}, field {name}", todo="Add the reply to learn"
-        )
+        raise UserError("has no assistant turn after another", where=where, todo="Add the reply to learn")
     return rows
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """Returns counts for a person: shape, rows, duplicates, characters of prompt and completion (least/median/most)."""
-    prompts = sorted(sum(len(message["content"]) for message in row.prompt) for row in rows)
-    completions = sorted(len(row.completion) for row in rows)
+    """Returns what a person checks: shape, columns, rows, duplicates, characters (least, median, most), first row."""
     different = {json.dumps([row.prompt, row.completion]) for row in rows}
     return {
         "source": rows.source,
         "shape": rows.shape,
+        "columns": dict(rows.columns),
         "rows": len(rows),
         "duplicates": len(rows) - len(different),
-        "prompt_characters": f"{prompts[0]} / {prompts[len(prompts) // 2]} / {prompts[-1]}",
-        "completion_characters": f"{completions[0]} / {completions[len(completions) // 2]} / {completions[-1]}",
+        "prompt_characters": _spread([sum(len(message["content"]) for message in row.prompt) for row in rows]),
+        "completion_characters": _spread([len(row.completion) for row in rows]),
         "sha256": rows.sha256,
+        "first": {"prompt": list(rows[0].prompt), "completion": rows[0].completion},
     }
+
+
+def _spread(counts: list[int]) -> dict[str, int]:
+    ordered = sorted(counts)
+    return {"least": ordered[0], "median": ordered[len(ordered) // 2], "most": ordered[-1]}

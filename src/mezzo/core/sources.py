@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mezzo.core.errors import UserError
 
 Raw = tuple[int, Any]
-"""A row's number in its file, from 1 (JSONL: the line), and its value."""
+"""A row's number in its file, from 1 (JSONL: the line), and its value, or the `UserError` that says what ails it."""
 
 FORMATS = ".jsonl, .ndjson, .json, .csv, .tsv or .parquet (.gz after it is fine)"
 
 
 def raw_rows(source: str, *, split: str) -> tuple[bytes | None, Iterator[Raw]]:
-    """Returns the file's bytes (None for a data set) and its rows.
+    """Returns the file's bytes, unpacked (None for a data set), and its rows, read as they are asked for.
+
+    A row that cannot be read comes as its `UserError`, and the rows after it still come.
 
     Raises:
-        UserError: no such file, an unknown format, a file that is empty, damaged or not UTF-8.
+        UserError: no such file, an unknown format, a file that is empty or damaged as a whole.
     """
-    path = Path(source.removeprefix("hf:")).expanduser()
-    if not source.startswith("hf:"):
-        if path.is_file():
-            return _file(path)
-        if path.is_dir():
-            return None, _saved(path, split)
     name = source.removeprefix("hf:")
-    if source.startswith("hf:") or (looks_like_id(name) and not path.suffix):
+    if name != source:
+        return None, _data_set(name, split)
+    try:
+        path = Path(name).expanduser()
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError) as error:  # a name too long, a folder that is closed to us, ~nobody
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"cannot be read ({reason.lower()})", where=source, todo="Check the path") from error
+    if is_file:
+        return _file(path)
+    if is_folder:
+        return None, _saved(path, split)
+    if looks_like_id(name) and not path.suffix:
         return None, _data_set(name, split)
     raise UserError("no such file", where=source, todo=f"Name a file ({FORMATS}) or a data set (hf:org/name)")
 
@@ -43,34 +53,41 @@ def looks_like_id(name: str) -> bool:
 
 
 def _file(path: Path) -> tuple[bytes, Iterator[Raw]]:
-    plain = path.name.removesuffix(".gz")
-    kind = Path(plain).suffix.lower()
-    readers = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
+    packed = path.suffix.lower() == ".gz"
+    kind = Path(path.stem if packed else path.name).suffix.lower()
+    readers: dict[str, Callable[[bytes, str], Iterator[Raw]]] = {
+        ".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".parquet": _parquet,
+        ".csv": partial(_csv, delimiter=","), ".tsv": partial(_csv, delimiter="\t"),
+    }  # fmt: skip
     if kind not in readers:
         raise UserError(f"unknown kind of file {kind or '(none)'!r}", where=str(path), todo=f"Use {FORMATS}")
     try:
         content = path.read_bytes()
-        if path.suffix == ".gz":
+        if packed and content:
             content = gzip.decompress(content)
+    except gzip.BadGzipFile as error:
+        raise UserError(
+            "is no whole gzip file", where=str(path), todo="Copy it again, or take .gz off its name"
+        ) from error
     except (EOFError, zlib.error) as error:
         raise UserError("the compressed file is cut off or damaged", where=str(path), todo="Copy it again") from error
     except OSError as error:
-        raise UserError(
-            f"cannot be read ({error.strerror or error})", where=str(path), todo="Check the file"
-        ) from error
-    if not content.strip():
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"cannot be read ({reason})", where=str(path), todo="Check the file") from error
+    if not content.removeprefix(codecs.BOM_UTF8).strip():
         raise UserError("is empty", where=str(path), todo="Name a file that holds rows")
     return content, readers[kind](content, str(path))
 
 
-def _text(content: bytes, where: str) -> str:
+def _decoded(content: bytes, where: str, *, line: int = 1, offset: int = 0) -> str:
+    """Returns the text of bytes that begin at this line and offset of the file."""
     try:
-        return content.decode("utf-8-sig")
+        text = content.decode()
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"is not UTF-8 (line {line}, byte {error.start})", where=where, todo="Save it as UTF-8"
-        ) from error
+        line += content.count(b"\n", 0, error.start)
+        place = f"line {line}, byte {offset + error.start}"
+        raise UserError(f"is not UTF-8 ({place})", where=where, todo="Save it as UTF-8") from error
+    return text.removeprefix("\ufeff") if offset == 0 else text
 
 
 def _parse(text: str, where: str) -> Any:
@@ -83,68 +100,93 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _jsonl(content: bytes, where: str) -> Iterator[Raw]:
-    for number, line in enumerate(_text(content, where).split("\n"), start=1):
-        if line.strip():
-            yield number, _parse(line, f"{where}, row {number}")
+    offset = 0
+    for number, line in enumerate(io.BytesIO(content), start=1):  # ends lines at \n alone, so U+2028 stays inside
+        value: Any = None
+        try:
+            text = _decoded(line, f"{where}, row {number}", line=number, offset=offset)
+            blank = not text.strip()
+            value = None if blank else _parse(text, f"{where}, row {number}")
+        except UserError as fault:
+            blank, value = False, fault
+        if not blank:
+            yield number, value
+        offset += len(line)
 
 
 def _json(content: bytes, where: str) -> Iterator[Raw]:
-    if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+    listed = content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    try:
+        whole = _parse(_decoded(content, where), where)
+    except UserError:
+        if listed:
+            raise
         yield from _jsonl(content, where)
         return
-    yield from enumerate(_parse(_text(content, where), where), start=1)
+    yield from enumerate(whole if listed else [whole], start=1)
 
 
-def _csv(content: bytes, where: str) -> Iterator[Raw]:
+def _csv(content: bytes, where: str, *, delimiter: str) -> Iterator[Raw]:
     csv.field_size_limit(1 << 30)
-    delimiter = "\t" if ".tsv" in Path(where).name else ","
-    reader = csv.reader(io.StringIO(_text(content, where), newline=""), delimiter=delimiter, strict=True)
-    header: list[str] | None = None
+    lines = io.StringIO(_decoded(content, where), newline="")
+    header: list[str] = []
     number = 0
     try:
-        for cells in reader:
-            if not cells:
-                continue
-            if header is None:
-                header = [cell.strip() for cell in cells]
+        for cells in filter(None, csv.reader(lines, delimiter=delimiter, strict=True)):
+            if not header:
+                header = _header(cells, where)
                 continue
             number += 1
-            if len(cells) != len(header):
-                raise UserError(
-                    f"has {len(cells)} cells, the header {len(header)}",
-                    where=f"{where}, row {number}",
-                    todo="Quote cells that hold the separator",
-                )
-            yield number, dict(zip(header, cells, strict=True))
+            if len(cells) == len(header):
+                yield number, dict(zip(header, cells, strict=True))
+                continue
+            fault = f"has {len(cells)} cells, the header {len(header)}"
+            todo = "Quote cells that hold the separator"
+            yield number, UserError(fault, where=f"{where}, row {number}", todo=todo)
     except csv.Error as error:
         raise UserError(f"is no CSV ({error})", where=f"{where}, row {number + 1}", todo="Check its quotes") from error
+
+
+def _header(cells: list[str], where: str) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    twice = next((name for name in names if name and names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"names the column {twice!r} twice", where=f"{where}, header", todo="Rename one of them")
+    return names
 
 
 def _parquet(content: bytes, where: str) -> Iterator[Raw]:
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        table = pyarrow.parquet.read_table(pyarrow.BufferReader(content))
-    except (pyarrow.ArrowException, OSError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"is no whole Parquet file ({first})", where=where, todo="Copy it again") from error
     number = 0
-    for batch in table.to_batches(max_chunksize=1024):
-        for value in batch.to_pylist():
-            number += 1
-            yield number, value
+    try:
+        for batch in pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)).iter_batches(batch_size=1024):
+            for value in batch.to_pylist():
+                number += 1
+                yield number, value
+    except UnicodeDecodeError as error:
+        fault = "holds text that is not UTF-8"
+        raise UserError(fault, where=f"{where}, after row {number}", todo="Write it again as UTF-8") from error
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        reason = _first_line(error)
+        raise UserError(f"is no whole Parquet file ({reason})", where=where, todo="Copy it again") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _saved(path: Path, split: str) -> Iterator[Raw]:
+    if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        raise UserError("is a folder without a saved data set", where=str(path), todo=f"Name a file ({FORMATS})")
     from datasets import DatasetDict, load_from_disk
 
     try:
         found = load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            "is a folder without a saved data set", where=str(path), todo=f"Name a file ({FORMATS})"
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"is a damaged data set ({_first_line(error)})"
+        raise UserError(reason, where=str(path), todo="Save it again") from error
     if isinstance(found, DatasetDict):
         if split not in found:
             raise UserError(f"has no split {split!r}", where=str(path), todo=f"Splits here: {', '.join(found)}")
@@ -159,7 +201,7 @@ def _data_set(name: str, split: str) -> Iterator[Raw]:
     try:
         found = load_dataset(identity, config or None, split=split)
     except Exception as error:  # the hub client's errors share no base
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = _first_line(error)
         raise UserError(
             f"no such file, and no data set could be had ({first})",
             where=name,
