@@ -45,9 +45,11 @@ def test_an_unmatched_target_is_named_with_its_nearest_and_nothing_is_replaced()
     assert adapted_layers(model) == []
 
 
-def test_a_rank_above_the_smaller_side_names_the_layer() -> None:
-    with pytest.raises(UserError, match=r"layers\.0\.self_attn\.k_proj: rank 17"):
-        get_peft_model(llama(), NLoraConfig(r=17))
+def test_a_rank_above_the_smaller_side_of_a_layer_is_that_side() -> None:
+    layers = dict(adapted_layers(get_peft_model(llama(), NLoraConfig(r=17))))
+    ranks = {key.rpartition(".")[2]: layer.r["default"] for key, layer in layers.items()}
+    assert ranks["k_proj"] == 16
+    assert ranks["q_proj"] == 17
 
 
 def test_patterns_and_scales_apply_and_other_modules_are_no_targets() -> None:
@@ -58,8 +60,8 @@ def test_patterns_and_scales_apply_and_other_modules_are_no_targets() -> None:
     assert found["v_proj"] == (4, 1.0)
     assert found["up_proj"] == (4, 4.0)
     assert "lm_head" not in found
-    with pytest.raises(UserError, match="Embedding cannot be adapted"):
-        get_peft_model(llama(), NLoraConfig(r=4, target_modules=["embed_tokens"]))
+    with pytest.raises(UserError, match="LlamaRMSNorm cannot be adapted"):
+        get_peft_model(llama(), NLoraConfig(r=4, target_modules=["norm"]))
 
 
 def test_two_adapters_on_one_base_equal_each_alone_and_added() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Literal, get_args
 
 from peft import PeftConfig
@@ -12,6 +13,13 @@ from mezzo.core.errors import UserError
 
 Init = Literal["nystrom", "nystrom_paper", "slora"]
 Train = Literal["all", "middle"]
+Bias = Literal["none", "all", "nlora_only", "lora_only"]
+
+
+class MethodName(StrEnum):
+    """The name under which PEFT's tables know the method; an enum, as PEFT's own are."""
+
+    NLORA = "NLORA"
 
 
 @dataclass
@@ -56,6 +64,17 @@ class NLoraConfig(PeftConfig):
         default_factory=dict, metadata={"help": "Module name or expression -> alpha."}
     )
     modules_to_save: list[str] | None = field(default=None, metadata={"help": "Modules trained and saved whole."})
+    bias: Bias = field(
+        default="none",
+        metadata={"help": "Biases of the base to train too: none, all, or those of the adapted layers (nlora_only)."},
+    )
+    init_weights: bool = field(
+        default=True,
+        metadata={"help": "False: random numbers in place of the start that `init` names. For tests only."},
+    )
+    target_parameters: list[str] | None = field(
+        default=None, metadata={"help": "Not supported: tensors that are no module's weight, as fused experts."}
+    )
     base_sha256: str | None = field(
         default=None, metadata={"help": "Content hash of the base model's weights; checked when an adapter is loaded."}
     )
@@ -63,12 +82,18 @@ class NLoraConfig(PeftConfig):
     def __post_init__(self) -> None:
         """Checks every field."""
         super().__post_init__()
-        self.peft_type = "NLORA"
+        self.peft_type = MethodName.NLORA
         if isinstance(self.target_modules, (list, tuple)):
             self.target_modules = set(self.target_modules)
         if isinstance(self.exclude_modules, (list, tuple)):
             self.exclude_modules = set(self.exclude_modules)
         self._check_choices()
+        if self.target_parameters:
+            raise UserError(
+                f"tensors cannot be adapted, only modules: {', '.join(self.target_parameters)}",
+                where="target_parameters",
+                todo="Leave it out; adapt the model's linear layers (the attention of a mixture-of-experts model)",
+            )
         _check_rank(self.r, "r")
         for name, rank in self.rank_pattern.items():
             _check_rank(rank, f"rank_pattern[{name!r}]")
@@ -83,7 +108,7 @@ class NLoraConfig(PeftConfig):
             raise UserError("no module is named", where="target_modules", todo="Name modules, or leave 'all-linear'")
 
     def _check_choices(self) -> None:
-        for name, kind in (("init", Init), ("train", Train)):
+        for name, kind in (("init", Init), ("train", Train), ("bias", Bias)):
             if getattr(self, name) not in get_args(kind):
                 raise UserError(
                     f"unknown value {getattr(self, name)!r}", where=name, todo=f"Use one of {', '.join(get_args(kind))}"

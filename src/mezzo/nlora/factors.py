@@ -5,6 +5,7 @@ A change of a weight W (out x in) is held as `scale * B @ N @ A` with B: out x r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,13 +40,7 @@ class Factors:
 
     def minus(self, other: Factors) -> Factors:
         """Returns factors of the difference `self.delta() - other.delta()`, exactly, with the ranks added."""
-        ratio = other.scale / self.scale
-        return Factors(
-            B=torch.cat([self.B, other.B.to(self.B)], dim=1),
-            N=torch.block_diag(self.N, -ratio * other.N.to(self.N)),
-            A=torch.cat([self.A, other.A.to(self.A)], dim=0),
-            scale=self.scale,
-        )
+        return combine([(1.0, self), (-1.0, other)])
 
     def fold(self) -> tuple[Float[Tensor, "out r"], Float[Tensor, "r in"]]:
         """Returns the plain LoRA pair (B N, A) with the same product, rank and scale. Cost: O(out r^2)."""
@@ -63,3 +58,29 @@ class Factors:
         kept = Factors(Q_b @ U[:, :rank], torch.diag(S[:rank]), Vh[:rank] @ Q_a.T, self.scale)
         whole = float(S.norm())
         return kept, float(S[rank:].norm()) / whole if whole > 0 else 0.0
+
+
+def combine(parts: Sequence[tuple[float, Factors]]) -> Factors:
+    """Returns factors of the weighted sum of products, exactly: the ranks add up, the scale is 1.
+
+    Parts that stand on the same B and A (as IntTune adapters of the same landmarks do) share their rank.
+
+    Raises:
+        ValueError: no parts.
+    """
+    if not parts:
+        raise ValueError("a sum of products needs one or more")
+    first = parts[0][1].B
+    kept: list[Factors] = []
+    for weight, part in parts:
+        B, N, A = part.B.to(first), part.N.to(first) * (weight * part.scale), part.A.to(first)
+        same = next((k for k, held in enumerate(kept) if torch.equal(held.B, B) and torch.equal(held.A, A)), None)
+        if same is None:
+            kept.append(Factors(B, N, A))
+        else:
+            kept[same] = Factors(B, kept[same].N + N, A)
+    return Factors(
+        B=torch.cat([part.B for part in kept], dim=1),
+        N=torch.block_diag(*(part.N for part in kept)),
+        A=torch.cat([part.A for part in kept], dim=0),
+    )

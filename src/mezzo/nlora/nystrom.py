@@ -17,17 +17,44 @@ TAU = 0.1
 """Size of the starting product in Mezzo's form, as a share of the weight: norm(s B N A) / norm(W)."""
 
 
+SAMPLED_ROWS = 512
+"""Rows that the norm of a column is measured on, at most."""
+
+
 def leading_landmarks(r: int) -> tuple[Int[Tensor, " r"], Int[Tensor, " r"]]:
     """Returns rows 0..r-1 and columns 0..r-1. Source: arXiv 2502.14482, figure 3 (the paper's landmarks)."""
     return torch.arange(r, dtype=torch.int32), torch.arange(r, dtype=torch.int32)
 
 
-def largest_landmarks(W: Float[Tensor, "out in"], r: int) -> tuple[Int[Tensor, " r"], Int[Tensor, " r"]]:
-    """Returns the r rows and r columns of the largest Euclidean norm, each in rising order. Cost: O(out in)."""
-    size = W.float()
-    rows = size.norm(dim=1).topk(r).indices.sort().values
-    columns = size.norm(dim=0).topk(r).indices.sort().values
+def largest_landmarks(
+    W: Float[Tensor, "out in"], norms: Float[Tensor, " out"], r: int
+) -> tuple[Int[Tensor, " r"], Int[Tensor, " r"]]:
+    """Returns the r rows and r columns of the largest Euclidean norm, each in rising order; `norms` are of the rows.
+
+    A column is measured on at most SAMPLED_ROWS rows, evenly spaced: reading down the columns is the dear part.
+    """
+    rows = norms.topk(r).indices.sort().values
+    step = -(-W.shape[0] // SAMPLED_ROWS)
+    columns = column_norms(W[::step]).topk(r).indices.sort().values
     return rows.int(), columns.int()
+
+
+def row_norms(W: Float[Tensor, "out in"]) -> Float[Tensor, " out"]:
+    """Returns the Euclidean norm of each row, float32."""
+    if W.stride(1) > W.stride(0):
+        return column_norms(W.T)
+    norms: Tensor = torch.linalg.vector_norm(W, dim=1, dtype=torch.float32)
+    return norms
+
+
+def column_norms(W: Float[Tensor, "out in"], block: int = 256) -> Float[Tensor, " in"]:
+    """Returns the Euclidean norm of each column, float32, read in blocks of rows. Memory: O(block in)."""
+    if W.stride(0) < W.stride(1):
+        return row_norms(W.T)
+    total = torch.zeros(W.shape[1], device=W.device)
+    for part in W.split(block):
+        total += part.float().square().sum(0)
+    return total.sqrt()
 
 
 def slices(
@@ -37,8 +64,8 @@ def slices(
 
     Source: arXiv 2502.14482, figure 3; TracyGuo2001/NLoRA, layer.py, nlora_init (leading rows and columns).
     """
-    A = W.index_select(0, rows)
-    return Factors(B=W.index_select(1, columns), N=A.index_select(1, columns), A=A, scale=scale)
+    A = W[rows.long()]
+    return Factors(B=W[:, columns.long()], N=A[:, columns.long()], A=A, scale=scale)
 
 
 def balanced(raw: Factors, weight_norm: float) -> tuple[Factors, int]:
@@ -72,8 +99,8 @@ def size(x: Float[Tensor, ...]) -> float:
 
 def product_norm(B: Float[Tensor, "out r"], N: Float[Tensor, "r r"], A: Float[Tensor, "r in"]) -> float:
     """Returns the Frobenius norm of B N A without forming it, from the r x r Gram matrices. Cost: O(r^2 (out + in))."""
-    B, N, A = B.double(), N.double(), A.double()
-    square = torch.trace((N.T @ (B.T @ B) @ N) @ (A @ A.T))
+    B, N, A = B.float(), N.double(), A.float()
+    square = torch.trace((N.T @ (B.T @ B).double() @ N) @ (A @ A.T).double())
     return math.sqrt(max(float(square), 0.0))
 
 

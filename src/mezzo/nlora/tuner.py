@@ -3,32 +3,68 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT_TARGETS
-from peft.utils.other import get_pattern_key
+from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
 from torch import nn
 
 from mezzo.core.errors import UserError
-from mezzo.nlora.config import NLoraConfig
-from mezzo.nlora.layer import NLoraLinear
+from mezzo.nlora.config import MethodName, NLoraConfig
+from mezzo.nlora.factors import Factors, combine
+from mezzo.nlora.layer import CONVOLUTIONS, NLoraLayer, layer_for
 
-PEFT_TYPE = "NLORA"
+MAMBA = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
+"""Model types whose out_proj and conv1d are read by fused kernels, past the module."""
+
+BASE = "__base__"
+"""The name in `adapter_names` that means no adapter."""
 
 
 class NLoraModel(BaseTuner):
-    """A model whose matched linear layers are `NLoraLinear`. Made by `peft.get_peft_model(model, NLoraConfig(...))`."""
+    """A model whose matched layers are `NLoraLayer`s. Made by `peft.get_peft_model(model, NLoraConfig(...))`."""
 
     prefix = "nlora_"
-    tuner_layer_cls = NLoraLinear
+    tuner_layer_cls = NLoraLayer
     target_module_mapping = {kind: list(names) for kind, names in DEFAULT_TARGETS.items()}  # noqa: RUF012  # as PEFT declares it
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Adds the adapter's layers to the model.
+
+        Raises:
+            UserError: the adapter cannot have this name.
+        """
+        try:
+            check_name(adapter_name)
+        except UserError:
+            self.peft_config.pop(adapter_name, None)
+            raise
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Checks the targets before any layer is replaced."""
         check_targets(peft_config, model)
+        fused = fused_experts(model)
+        if fused and peft_config.target_modules == "all-linear":
+            shown = ", ".join(fused[:3]) + (", ..." if len(fused) > 3 else "")
+            warnings.warn(f"{len(fused)} tensors of fused experts are not adapted: {shown}", stacklevel=2)
+
+    def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        if kind in MAMBA and target_name in ("out_proj", "conv1d"):
+            raise UserError(
+                f"{kind} reads this weight past the module, so an adapter on it does nothing",
+                where=target_name,
+                todo="Leave it out of target_modules",
+            )
 
     def _create_and_replace(
         self,
@@ -41,19 +77,16 @@ class NLoraModel(BaseTuner):
         parameter_name: str | None = None,
     ) -> None:
         r, scale = rank_and_scale(peft_config, current_key)
-        if isinstance(target, NLoraLinear):
+        if isinstance(target, NLoraLayer):
             target.update_layer(adapter_name, peft_config, r, scale, current_key)
             return
-        if not isinstance(target, nn.Linear):
-            raise UserError(
-                f"a {type(target).__name__} cannot be adapted",
-                where=current_key,
-                todo="Name torch.nn.Linear modules in target_modules",
-            )
-        layer = NLoraLinear(target, adapter_name, peft_config, r, scale, current_key)
+        kind = layer_for(target, current_key)
+        layer = kind(target, adapter_name, peft_config, r, scale, current_key)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
+
+    # ---- files ----------------------------------------------------------------------------------------------------
 
     @classmethod
     def _get_adapter_state_dict(
@@ -66,7 +99,7 @@ class NLoraModel(BaseTuner):
     ) -> dict[str, torch.Tensor]:
         """Selects the adapter's tensors; an IntTune middle is saved as the effective one, gain folded in (exact)."""
         chosen = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        for key, layer in _layers(model, adapter_name):
+        for key, layer in adapted_layers(model, adapter_name):
             name = f"{key}.nlora_N.{adapter_name}"
             if layer.gain[adapter_name] and name in chosen:
                 chosen[name] = chosen[name] * 2.0 ** layer.gain[adapter_name]
@@ -78,7 +111,7 @@ class NLoraModel(BaseTuner):
     ) -> dict[str, torch.Tensor]:
         """Names the tensors for the model, and divides an IntTune middle by its gain again (exact)."""
         named = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
-        for key, layer in _layers(model, adapter_name):
+        for key, layer in adapted_layers(model, adapter_name):
             rows, columns = (f"{key}.{table}.{adapter_name}" for table in ("nlora_rows", "nlora_columns"))
             if config.train == "middle" and config.init == "nystrom" and rows in named:
                 layer.nlora_rows[adapter_name], layer.nlora_columns[adapter_name] = named[rows], named[columns]
@@ -87,12 +120,147 @@ class NLoraModel(BaseTuner):
                 named[name] = named[name] * 2.0 ** -layer.gain[adapter_name]
         return named
 
+    # ---- mixed batches --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Hands `adapter_names` (one name a row) to every adapted layer while the context lasts."""
+        names = kwargs.pop("adapter_names", None)
+        if names is None:
+            yield
+            return
+        self._check_adapter_names(names)
+        beams = kwargs.get("num_beams") or 1
+        repeated = [name for name in names for _ in range(beams)]
+        encoder = self.model.get_encoder() if beams > 1 and hasattr(self.model, "get_encoder") else None
+        once = {id(module) for module in encoder.modules()} if isinstance(encoder, nn.Module) else set()
+        once -= {id(self.model)} if encoder is self.model else set()
+        hooks = []
+        for module in self.modules():
+            if isinstance(module, (NLoraLayer, AuxiliaryTrainingWrapper)):
+                hook = partial(_name_rows, names=names if id(module) in once else repeated)
+                hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+    def _check_adapter_names(self, names: Any) -> None:
+        if self.training:
+            raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
+        if isinstance(names, str) or not isinstance(names, Sequence):
+            raise TypeError(f"Got adapter names of type {type(names)}, expected a list of str.")
+        known = {name for module in self.modules() if isinstance(module, NLoraLayer) for name in module.nlora_N}
+        unknown = sorted(set(names) - known - {BASE})
+        if unknown:
+            raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}")
+
+    # ---- sums of adapters -----------------------------------------------------------------------------------------
+
+    def add_weighted_adapter(
+        self,
+        adapters: Sequence[str],
+        weights: Sequence[float],
+        adapter_name: str,
+        combination_type: Literal["cat", "svd"] = "cat",
+        svd_rank: int | None = None,
+    ) -> float:
+        """Adds the adapter `adapter_name` whose change is the weighted sum of others', and returns the error made.
+
+        "cat" is exact: the ranks add up (adapters that share landmarks share what they have in common). "svd" keeps the
+        best `svd_rank` (None: the largest r of the adapters). The new adapter is a frozen one with init = slora.
+
+        Returns:
+            The largest relative error of a module's change (Frobenius norm); 0.0 for "cat".
+
+        Raises:
+            UserError: an unknown adapter or combination, or a name in use.
+        """
+        unknown = sorted(set(adapters) - set(self.peft_config))
+        if unknown or not adapters:
+            raise UserError(f"no adapter {', '.join(unknown) or 'is named'}", where="adapters", todo="Name loaded ones")
+        if len(weights) != len(adapters):
+            raise UserError(f"{len(weights)} for {len(adapters)} adapters", where="weights", todo="Give one each")
+        if combination_type not in ("cat", "svd"):
+            raise UserError(f"unknown {combination_type!r}", where="combination_type", todo="Use cat or svd")
+        if adapter_name in self.peft_config:
+            raise UserError(f"{adapter_name!r} is in use", where="adapter_name", todo="Choose another name")
+        configs: dict[str, Any] = self.peft_config
+        if any(configs[name].modules_to_save for name in adapters):
+            raise UserError("whole modules cannot be summed", where="modules_to_save", todo="Leave such adapters out")
+        sums, worst = self._sums(dict(zip(adapters, weights, strict=True)), combination_type, svd_rank)
+        ranks = {key: factors.rank for key, factors in sums.items()}
+        largest = max(ranks.values())
+        odd = {key: rank for key, rank in ranks.items() if rank != largest}
+        configs[adapter_name] = replace(
+            configs[adapters[0]], r=largest, lora_alpha=float(largest), init="slora", train="all",
+            use_rslora=False, target_modules=set(ranks), exclude_modules=None, layers_to_transform=None,
+            layers_pattern=None, rank_pattern=odd, alpha_pattern=dict(odd), inference_mode=True,
+        )  # fmt: skip
+        self.inject_adapter(self.model, adapter_name)
+        for key, factors in sums.items():
+            self.model.get_submodule(key).put(adapter_name, factors)
+        self.set_requires_grad(adapter_name, False)
+        return worst
+
+    def _sums(self, weights: dict[str, float], kind: str, svd_rank: int | None) -> tuple[dict[str, Factors], float]:
+        found: dict[str, Factors] = {}
+        worst = 0.0
+        for key, layer in self.model.named_modules():
+            held = [name for name in weights if isinstance(layer, NLoraLayer) and name in layer.nlora_N]
+            if not held:
+                continue
+            parts: list[tuple[float, Factors]] = []
+            for name in held:
+                product, offset = layer.factors(name)
+                parts.append((weights[name], product))
+                parts += [(-weights[name], offset)] if offset is not None else []
+            total = combine(parts)
+            if kind == "svd" and total.rank > (rank := svd_rank or max(layer.r[name] for name in held)):
+                total, error = total.truncate(rank)
+                worst = max(worst, error)
+            found[key] = total
+        return found, worst
+
+    # ---- merge ----------------------------------------------------------------------------------------------------
+
+    def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
+        layers = [module for module in self.model.modules() if isinstance(module, NLoraLayer)]
+        tied = merge and bool(self._get_tied_target_modules(self.model))
+        model: Any = super()._unload_and_optionally_merge(merge, *args, **kwargs)
+        if tied:
+            model.config.tie_word_embeddings = False  # the merged embedding is no longer the head's
+        quantised = [layer.merge_error for layer in layers if layer.quantization_backend is not None]
+        if merge and quantised:
+            warnings.warn(
+                f"merged onto the dequantised base: rounding of at most {max(quantised):.2%} of a layer's change",
+                stacklevel=2,
+            )
+        return model
+
+
+def _name_rows(_: nn.Module, args: Any, kwargs: dict[str, Any], names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    return args, kwargs | {"adapter_names": list(names)}
+
 
 def rank_and_scale(config: NLoraConfig, key: str) -> tuple[int, float]:
     """Returns the rank and the factor s of the module named `key`, patterns applied."""
     rank = config.rank_pattern.get(get_pattern_key(list(config.rank_pattern), key), config.r)
     alpha = config.alpha_pattern.get(get_pattern_key(list(config.alpha_pattern), key), config.lora_alpha)
     return config.rank_and_scale(rank, float(rank if alpha is None else alpha))
+
+
+def check_name(name: str) -> None:
+    """Checks that an adapter can have this name.
+
+    Raises:
+        UserError: it is empty, has a dot, or is a word that PyTorch or PEFT use themselves.
+    """
+    taken = name == BASE or hasattr(nn.ParameterDict(), name) or name in NLoraModel.prefix
+    if not name or "." in name or taken:
+        why = "is used by the library itself" if taken and name else "is empty or has a dot"
+        raise UserError(f"{name!r} {why}", where="adapter_name", todo="Choose a plain word, as 'orders'")
 
 
 def check_targets(config: NLoraConfig, model: nn.Module) -> None:
@@ -113,17 +281,24 @@ def check_targets(config: NLoraConfig, model: nn.Module) -> None:
             )
 
 
-def adapted_layers(model: nn.Module, adapter_name: str = "default") -> list[tuple[str, NLoraLinear]]:
+def fused_experts(model: nn.Module) -> list[str]:
+    """Returns the names of tensors that hold the weights of several experts at once: no module, so no adapter."""
+    return [
+        f"{key}.{name}"
+        for key, module in model.named_modules()
+        if "expert" in key and not isinstance(module, (*CONVOLUTIONS, nn.ParameterDict, nn.ParameterList))
+        for name, value in module.named_parameters(recurse=False)
+        if value.ndim == 3
+    ]
+
+
+def adapted_layers(model: nn.Module, adapter_name: str = "default") -> list[tuple[str, NLoraLayer]]:
     """Returns (module name, layer) of every layer that carries the adapter, in the model's order."""
-    return _layers(model, adapter_name)
-
-
-def _layers(model: nn.Module, adapter_name: str) -> list[tuple[str, NLoraLinear]]:
-    return [(k, m) for k, m in model.named_modules() if isinstance(m, NLoraLinear) and adapter_name in m.nlora_N]
+    return [(k, m) for k, m in model.named_modules() if isinstance(m, NLoraLayer) and adapter_name in m.nlora_N]
 
 
 def register() -> None:
     """Enters NLORA in PEFT's tables. Doing it again changes nothing."""
-    PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = NLoraConfig  # type: ignore[index]
-    PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE] = NLoraModel  # type: ignore[index]
-    PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] = NLoraModel.prefix  # type: ignore[index]
+    PEFT_TYPE_TO_CONFIG_MAPPING[MethodName.NLORA] = NLoraConfig  # type: ignore[index]
+    PEFT_TYPE_TO_TUNER_MAPPING[MethodName.NLORA] = NLoraModel  # type: ignore[index]
+    PEFT_TYPE_TO_PREFIX_MAPPING[MethodName.NLORA] = NLoraModel.prefix  # type: ignore[index]

@@ -18,7 +18,7 @@ from mezzo.core.runs import Run
 from mezzo.nlora.evaluate import answer_rows, differences, evaluate
 from mezzo.nlora.export import export_lora, export_merged
 from mezzo.nlora.job import Screen, rows_for
-from mezzo.nlora.layer import NLoraLinear
+from mezzo.nlora.layer import NLoraLayer
 from mezzo.nlora.nystrom import balanced, leading_landmarks, product_norm, slices
 from mezzo.nlora.recipe import Recipe
 from mezzo.nlora.tuner import adapted_layers
@@ -166,9 +166,9 @@ def inspect_run(run: Path, *, model: str | None) -> list[dict[str, Any]]:
     return [_inspected(key, layer, loaded.peft_config["default"]) for key, layer in adapted_layers(loaded)]
 
 
-def _inspected(key: str, layer: NLoraLinear, config: Any) -> dict[str, Any]:
+def _inspected(key: str, layer: NLoraLayer, config: Any) -> dict[str, Any]:
     name = "default"
-    W = layer.original_weight().float()
+    W = layer.original_weight().float().contiguous()
     norm, r, scale = float(W.norm()), layer.r[name], layer.scaling[name]
     product, _ = layer.factors(name)
     start, start_change = None, 0.0
