@@ -10,12 +10,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
+from transformers.pytorch_utils import Conv1D
 
 from mezzo.core.errors import UserError
 from mezzo.core.files import atomic, check_free, write_json
+from mezzo.nlora.factors import Factors
+from mezzo.nlora.layer import NLoraConv, NLoraEmbedding, NLoraLayer
 from mezzo.nlora.tuner import adapted_layers
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM's --max-lora-rank takes; its default is 16."""
+
+EXPORT_BOUND = 256
+"""Roundings (eps of the base's dtype) by which the exported LoRA's logits may part from the adapter's."""
 
 Rank = Literal["exact", "same"]
 
@@ -33,7 +42,8 @@ def export_lora(model: Any, out: Path, *, rank: Rank = "exact", adapter: str = "
         adapter: name of the adapter.
 
     Returns:
-        {"rank": largest written rank, "modules": count, "relative_error": largest of all modules (0.0 where exact)}
+        {"rank": largest written rank, "modules": count, "relative_error": largest of all modules (0.0 where exact),
+        "vllm": what vLLM needs to serve it}
 
     Raises:
         UserError: `out` is in use, or the adapter trains whole modules too (modules_to_save).
@@ -46,24 +56,23 @@ def export_lora(model: Any, out: Path, *, rank: Rank = "exact", adapter: str = "
         )
     tensors: dict[str, torch.Tensor] = {}
     ranks: dict[str, int] = {}
-    worst = 0.0
+    transposed, worst = True, 0.0
     for key, layer in adapted_layers(model, adapter):
         product, offset = layer.factors(adapter)
         factors = product if offset is None else product.minus(offset)
         if rank == "same" and offset is not None:
             factors, error = factors.truncate(product.rank)
             worst = max(worst, error)
-        B, A = factors.fold()
         name = key if key.startswith("base_model.model.") else f"base_model.model.{key}"
-        tensors[f"{name}.lora_A.weight"] = A.contiguous().cpu()
-        tensors[f"{name}.lora_B.weight"] = (B * factors.scale).contiguous().cpu()
+        tensors |= _lora_tensors(name, layer, factors)
         ranks[name.removeprefix("base_model.model.")] = factors.rank
+        transposed &= isinstance(layer.get_base_layer(), Conv1D)
     if not ranks:
         raise UserError("the model carries no NLoRA adapter of this name", where=adapter, todo="Name one it carries")
     largest = max(ranks.values())
     odd = {key: value for key, value in ranks.items() if value != largest}
     lora = LoraConfig(
-        r=largest, lora_alpha=largest, target_modules=sorted(ranks),
+        r=largest, lora_alpha=largest, target_modules=sorted(ranks), fan_in_fan_out=transposed,
         rank_pattern=odd, alpha_pattern=dict(odd), task_type=config.task_type, inference_mode=True,
         base_model_name_or_path=config.base_model_name_or_path,
     )  # fmt: skip
@@ -71,7 +80,69 @@ def export_lora(model: Any, out: Path, *, rank: Rank = "exact", adapter: str = "
         temporary.mkdir()
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         lora.save_pretrained(str(temporary))
-    return {"rank": largest, "modules": len(ranks), "relative_error": worst}
+    limits = serving_limits(tensors, largest)
+    return {"rank": largest, "modules": len(ranks), "relative_error": worst, "vllm": limits}
+
+
+def _lora_tensors(name: str, layer: NLoraLayer, factors: Factors) -> dict[str, torch.Tensor]:
+    """Returns the tensors of one module under the names and in the shapes of stock PEFT's LoRA."""
+    B, A = factors.fold()
+    B, A = (B * factors.scale).contiguous().cpu(), A.contiguous().cpu()
+    if isinstance(layer, NLoraEmbedding):
+        return {f"{name}.lora_embedding_A": A, f"{name}.lora_embedding_B": B}
+    if isinstance(layer, NLoraConv):
+        base: Any = layer.get_base_layer()
+        if set(base.dilation) != {1} or base.padding_mode != "zeros":
+            raise UserError(
+                "PEFT's LoRA knows no dilation and no padding but zeros in a convolution",
+                where=name,
+                todo="Use --to merged",
+            )
+        A = A.view(len(A), base.in_channels, *base.kernel_size)
+        B = B.view(*B.shape, *[1] * len(base.kernel_size))
+    return {f"{name}.lora_A.weight": A, f"{name}.lora_B.weight": B}
+
+
+def serving_limits(tensors: dict[str, torch.Tensor], rank: int) -> str:
+    """Returns what vLLM needs to serve this LoRA, or why it cannot.
+
+    Source: vllm-project/vllm, vllm/lora/utils.py (names), vllm/lora/peft_helper.py (rank above max_lora_rank).
+    """
+    odd = [name for name, value in tensors.items() if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
+    odd += [name for name, value in tensors.items() if value.ndim != 2]
+    if odd:
+        return f"cannot serve it: {odd[0]} is no linear layer's"
+    allowed = next((size for size in VLLM_RANKS if size >= rank), None)
+    if allowed is None:
+        return f"cannot serve it: rank {rank} is above {VLLM_RANKS[-1]}"
+    return "serves it" if allowed <= VLLM_RANKS[1] else f"serves it with --max-lora-rank {allowed}"
+
+
+def check_lora(model: Any, lora: Path, *, adapter: str = "default") -> float:
+    """Loads the exported LoRA with stock PEFT on the model's own base and returns how far the logits part.
+
+    The model at hand is unloaded: use it no more.
+
+    Returns:
+        Largest difference of a logit, as a share of the largest logit.
+
+    Raises:
+        UserError: it is above EXPORT_BOUND of the dtype's precision.
+    """
+    model.eval()
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    probe = torch.randint(0, vocabulary, (2, 16), generator=torch.Generator().manual_seed(0)).to(model.device)
+    model.set_adapter(adapter)
+    with torch.no_grad():
+        ours = model(probe).logits.float()
+        base = model.unload()
+        theirs = PeftModel.from_pretrained(base, str(lora)).eval()(probe).logits.float()
+    error = float((ours - theirs).abs().max() / ours.abs().max())
+    if not error <= EXPORT_BOUND * torch.finfo(base.dtype).eps:
+        raise UserError(
+            f"the LoRA's logits are off by {error:.2g} in stock PEFT", where=str(lora), todo="Report this as a bug"
+        )
+    return error
 
 
 def export_merged(model: Any, tokenizer: Any, out: Path, *, adapter: str = "default") -> dict[str, Any]:
@@ -83,11 +154,13 @@ def export_merged(model: Any, tokenizer: Any, out: Path, *, adapter: str = "defa
         UserError: `out` is in use.
     """
     check_free(out)
+    layers = adapted_layers(model, adapter)
     merged = model.merge_and_unload(safe_merge=True, adapter_names=[adapter])
     with atomic(out) as temporary:
         merged.save_pretrained(str(temporary))
         tokenizer.save_pretrained(str(temporary))
-    return {"parameters": sum(parameter.numel() for parameter in merged.parameters())}
+    rounding = max((layer.merge_error for _, layer in layers), default=0.0)
+    return {"parameters": sum(p.numel() for p in merged.parameters()), "relative_rounding": rounding}
 
 
 def stock_answers(

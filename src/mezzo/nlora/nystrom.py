@@ -43,7 +43,7 @@ def row_norms(W: Float[Tensor, "out in"]) -> Float[Tensor, " out"]:
     """Returns the Euclidean norm of each row, float32."""
     if W.stride(1) > W.stride(0):
         return column_norms(W.T)
-    norms: Tensor = torch.linalg.vector_norm(W, dim=1, dtype=torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(W.float() if W.dtype == torch.float64 else W, dim=1, dtype=torch.float32)
     return norms
 
 

@@ -16,7 +16,7 @@ from mezzo.core.files import check_free
 from mezzo.core.records import Row, Rows, read
 from mezzo.core.runs import Run
 from mezzo.nlora.evaluate import answer_rows, differences, evaluate
-from mezzo.nlora.export import export_lora, export_merged
+from mezzo.nlora.export import check_lora, export_lora, export_merged
 from mezzo.nlora.job import Screen, rows_for
 from mezzo.nlora.layer import NLoraLayer
 from mezzo.nlora.nystrom import balanced, leading_landmarks, product_norm, slices
@@ -151,7 +151,11 @@ def export_run(run: Path, *, to: str, out: Path, rank: str, model: str | None) -
     """
     check_free(out)
     loaded, tokenizer, _ = load_adapter(run, model=model)
-    done = export_merged(loaded, tokenizer, out) if to == "merged" else export_lora(loaded, out, rank=rank)  # type: ignore[arg-type]
+    if to == "merged":
+        return {"folder": str(out)} | export_merged(loaded, tokenizer, out)
+    done = export_lora(loaded, out, rank=rank)  # type: ignore[arg-type]
+    if done["relative_error"] == 0:
+        done["logits_off_in_stock_peft"] = check_lora(loaded, out)
     return {"folder": str(out)} | done
 
 
