@@ -51,8 +51,8 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
         nystrom_paper   y' = y + s B N A x            B, N, A start as W[:, :r], W[:r, :r], W[:r, :]
         train = middle  y' = y + s 2^c C N h          only N (r x r), I and J are kept
 
-    Where the base's output is not W x + b up to rounding (dropout on the adapter's input, activations quantised to
-    8 bits, another method's adapter inside), h is R x itself and R is held too.
+    Where the base's output is not W x + b up to rounding (dropout on the adapter's input, quantised kernels, another
+    method's adapter inside), h is R x itself and R is held too.
 
     A Nyström layer's rank is at most its smaller side, where the product already reaches every change of W.
 
@@ -89,6 +89,8 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
         self._disable_adapters = False
         self._active_adapter = adapter_name
         self.quantization_backend = _backend(self.get_base_layer())
+        self.float_dtype = torch.float32
+        """dtype of the plain layer that a merge puts in place of a quantised one."""
         self.register_load_state_dict_post_hook(_after_load)
         self.update_layer(adapter_name, config, r, scale, key)
 
@@ -223,7 +225,7 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
         base: Any = self.get_base_layer()
         kept = self._unmerged
         if self.quantization_backend is not None:
-            return self._matrix(self.quantization_backend.get_base_weight(base if kept is None else kept))
+            return dequantised(base if kept is None else kept, self.quantization_backend)
         return self._matrix((base.weight if kept is None else kept).data)
 
     def refresh_gain(self, name: str) -> None:
@@ -259,9 +261,7 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
 
     def _inexact(self) -> bool:
         """Returns whether the base's output is not W x + b up to rounding."""
-        backend = self.quantization_backend
-        inside = isinstance(self.base_layer, BaseTunerLayer)
-        return inside or (backend is not None and backend.backend_name != "bnb 4bit")
+        return self.quantization_backend is not None or isinstance(self.base_layer, BaseTunerLayer)
 
     def factors(self, name: str) -> tuple[Factors, Factors | None]:
         """Returns the adapter's product in float32, every scaling folded in, and the offset to subtract, if any."""
@@ -373,7 +373,7 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
         exact = original.float() + change
         if safe_merge and not bool(torch.isfinite(exact).all()):
             raise ValueError(f"NaNs detected in the merged weights. The adapters {names} seem to be broken")
-        merged = exact.to(original.dtype)
+        merged = exact.to(original.dtype if self.quantization_backend is None else self.float_dtype)
         size = float(change.norm())
         self.merge_error = float((merged.float() - exact).norm()) / size if size else 0.0
         self._swap_in(self._stored(merged).contiguous())
@@ -534,6 +534,25 @@ def _backend(base: nn.Module) -> QuantizationBackend | None:
             todo="Load the base unquantised, or in bitsandbytes 4 or 8 bit or torchao int8",
         )
     return backend
+
+
+def dequantised(base: Any, backend: QuantizationBackend) -> Tensor:
+    """Returns the weight (out x in) of a quantised linear layer as float numbers.
+
+    On some CPUs bitsandbytes repacks a 4-bit weight at its first call in eval mode and rounds its scales to bfloat16,
+    after which its own dequantisation gives other numbers: such a weight is unpacked here.
+    """
+    state = getattr(base.weight, "quant_state", None)
+    if not getattr(state, "packing_format_for_cpu", False):
+        return backend.get_base_weight(base)
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse, dequantize_4bit
+
+    plain = copy.copy(state)
+    plain.original_nested = False  # the repacked scales are plain numbers, one column a block of outputs
+    data, plain = _convert_weight_packed_for_cpu_inverse(base.weight.data, plain)
+    plain.absmax, plain.dtype = state.absmax.T.reshape(-1).float(), torch.float32
+    weight: Tensor = dequantize_4bit(data, plain)
+    return weight
 
 
 def _after_load(layer: NLoraLayer, _: Any) -> None:

@@ -82,6 +82,7 @@ class NLoraModel(BaseTuner):
             return
         kind = layer_for(target, current_key)
         layer = kind(target, adapter_name, peft_config, r, scale, current_key)
+        layer.float_dtype = getattr(self.model, "dtype", layer.float_dtype)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
