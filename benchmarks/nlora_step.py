@@ -117,7 +117,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=24, help="interleaved steps of each method [24]")
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--only", choices=["times", "memory", "starts"], nargs="+", default=["times", "memory", "starts"])
+    parser.add_argument(
+        "--only", choices=["times", "memory", "starts"], nargs="+", default=["times", "memory", "starts"]
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -44,20 +44,33 @@ MODELS: dict[str, Callable[[torch.dtype], Any]] = {
     "t5": lambda d: _made(
         tr.T5ForConditionalGeneration,
         tr.T5Config(
-            vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0, eos_token_id=2,
+            vocab_size=64,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_heads=4,
+            pad_token_id=0,
+            eos_token_id=2,
             decoder_start_token_id=0,
-        ),  # fmt: skip
+        ),
         d,
     ),
     "vit": lambda d: _made(
         tr.ViTForImageClassification,
         tr.ViTConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16,
-            patch_size=8, num_channels=3, **LABELS,
-        ),  # fmt: skip
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=16,
+            patch_size=8,
+            num_channels=3,
+            **LABELS,
+        ),
         d,
     ),
-}  # fmt: skip
+}
 TASKS = {"bert": "SEQ_CLS", "roberta": "SEQ_CLS", "deberta": "SEQ_CLS", "vit": None, "t5": "SEQ_2_SEQ_LM"}
 
 

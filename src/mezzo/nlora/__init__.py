@@ -2,9 +2,19 @@
 
 from mezzo.nlora.config import NLoraConfig
 from mezzo.nlora.factors import Factors
-from mezzo.nlora.layer import NLoraLinear
-from mezzo.nlora.tuner import NLoraModel, adapted_layers, register
+from mezzo.nlora.layer import NLoraConv, NLoraEmbedding, NLoraLayer, NLoraLinear
+from mezzo.nlora.tuner import NLoraModel, adapted_layers, hotswap, register
 
 register()
 
-__all__ = ["Factors", "NLoraConfig", "NLoraLinear", "NLoraModel", "adapted_layers"]
+__all__ = [
+    "Factors",
+    "NLoraConfig",
+    "NLoraConv",
+    "NLoraEmbedding",
+    "NLoraLayer",
+    "NLoraLinear",
+    "NLoraModel",
+    "adapted_layers",
+    "hotswap",
+]

@@ -23,6 +23,25 @@ from mezzo.nlora.tuner import adapted_layers
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's --max-lora-rank takes; its default is 16."""
 
+CARD = """---
+library_name: peft
+tags: [nlora]
+---
+
+# NLoRA adapter
+
+PEFT knows this method once Mezzo is imported:
+
+    pip install mezzo
+
+    import mezzo.nlora
+    from peft import PeftModel
+    model = PeftModel.from_pretrained(base, "this folder")
+
+Without `import mezzo.nlora` PEFT stops with `KeyError: 'NLORA'`. `mezzo nlora export` writes it as a plain LoRA, which
+stock PEFT, vLLM and others load by themselves.
+"""
+
 EXPORT_BOUND = 256
 """Roundings (eps of the base's dtype) by which the exported LoRA's logits may part from the adapter's."""
 
@@ -196,3 +215,4 @@ def save_adapter(model: Any, out: Path) -> None:
             if key in ("target_modules", "exclude_modules") and isinstance(value, list):
                 config[key] = sorted(value)
         write_json(path, config)
+        (temporary / "README.md").write_text(CARD, encoding="utf-8")

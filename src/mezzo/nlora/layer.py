@@ -542,12 +542,12 @@ def dequantised(base: Any, backend: QuantizationBackend) -> Tensor:
     On some CPUs bitsandbytes repacks a 4-bit weight at its first call in eval mode and rounds its scales to bfloat16,
     after which its own dequantisation gives other numbers: such a weight is unpacked here.
     """
-    state = getattr(base.weight, "quant_state", None)
+    state: Any = getattr(base.weight, "quant_state", None)
     if not getattr(state, "packing_format_for_cpu", False):
         return backend.get_base_weight(base)
     from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse, dequantize_4bit
 
-    plain = copy.copy(state)
+    plain: Any = copy.copy(state)
     plain.original_nested = False  # the repacked scales are plain numbers, one column a block of outputs
     data, plain = _convert_weight_packed_for_cpu_inverse(base.weight.data, plain)
     plain.absmax, plain.dtype = state.absmax.T.reshape(-1).float(), torch.float32

@@ -11,9 +11,11 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT_TARGETS
+from peft.utils import load_peft_weights
 from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
 from torch import nn
 
@@ -24,6 +26,8 @@ from mezzo.nlora.layer import CONVOLUTIONS, NLoraLayer, layer_for
 
 MAMBA = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
 """Model types whose out_proj and conv1d are read by fused kernels, past the module."""
+
+ALIKE = "Load it under a name of its own with model.load_adapter"
 
 BASE = "__base__"
 """The name in `adapter_names` that means no adapter."""
@@ -133,9 +137,9 @@ class NLoraModel(BaseTuner):
         self._check_adapter_names(names)
         beams = kwargs.get("num_beams") or 1
         repeated = [name for name in names for _ in range(beams)]
-        encoder = self.model.get_encoder() if beams > 1 and hasattr(self.model, "get_encoder") else None
-        once = {id(module) for module in encoder.modules()} if isinstance(encoder, nn.Module) else set()
-        once -= {id(self.model)} if encoder is self.model else set()
+        encoder: Any = self.model.get_encoder() if beams > 1 and hasattr(self.model, "get_encoder") else None
+        apart = isinstance(encoder, nn.Module) and encoder is not self.model  # an encoder sees each row once
+        once = {id(module) for module in encoder.modules()} if apart else set()
         hooks = []
         for module in self.modules():
             if isinstance(module, (NLoraLayer, AuxiliaryTrainingWrapper)):
@@ -228,10 +232,7 @@ class NLoraModel(BaseTuner):
 
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
         layers = [module for module in self.model.modules() if isinstance(module, NLoraLayer)]
-        tied = merge and bool(self._get_tied_target_modules(self.model))
         model: Any = super()._unload_and_optionally_merge(merge, *args, **kwargs)
-        if tied:
-            model.config.tie_word_embeddings = False  # the merged embedding is no longer the head's
         quantised = [layer.merge_error for layer in layers if layer.quantization_backend is not None]
         if merge and quantised:
             warnings.warn(
@@ -296,6 +297,31 @@ def fused_experts(model: nn.Module) -> list[str]:
 def adapted_layers(model: nn.Module, adapter_name: str = "default") -> list[tuple[str, NLoraLayer]]:
     """Returns (module name, layer) of every layer that carries the adapter, in the model's order."""
     return [(k, m) for k, m in model.named_modules() if isinstance(m, NLoraLayer) and adapter_name in m.nlora_N]
+
+
+FIXED = ("r", "lora_alpha", "init", "train", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "modules_to_save")
+"""Fields that an adapter's layers are built by: another adapter takes their place only where these agree."""
+
+
+def hotswap(model: Any, path: str, adapter_name: str = "default") -> None:
+    """Puts the weights of the adapter folder `path` in place of a loaded adapter's, without building layers anew.
+
+    What `peft.utils.hotswap` does for LoRA; adapters may differ in landmarks.
+
+    Raises:
+        UserError: the folder's adapter is built in another way, or adapts other modules.
+    """
+    config, held = PeftConfig.from_pretrained(path), model.peft_config[adapter_name]
+    for name in FIXED:
+        wanted, found = getattr(held, name), getattr(config, name, None)
+        if wanted != found:
+            raise UserError(f"is {found!r}, the loaded adapter's is {wanted!r}", where=f"{path}: {name}", todo=ALIKE)
+    tensors = load_peft_weights(path, device="cpu")
+    expected = set(get_peft_model_state_dict(model, adapter_name=adapter_name))
+    if set(tensors) != expected:
+        other = min(set(tensors) ^ expected)
+        raise UserError(f"{other} is in one of the two adapters alone", where=path, todo=ALIKE)
+    set_peft_model_state_dict(model, tensors, adapter_name=adapter_name)
 
 
 def register() -> None:
