@@ -1,4 +1,4 @@
-"""`mezzo nlora`: fine-tune, score, export, inspect, chat."""
+"""`mezzo nlora`: fine-tune, score, export, convert, inspect, chat."""
 
 from __future__ import annotations
 
@@ -122,6 +122,33 @@ def export(as_json: bool, **options: Any) -> None:
     from mezzo.nlora import use
 
     _show(use.export_run(**options), as_json)
+
+
+@group.command()
+@click.argument("source", type=FOLDER)
+@click.option("--out", type=FOLDER, required=True, help="New adapter folder to write.")
+@click.option("--base", help="The base model; needed where SOURCE is a model, else checked and its hash recorded.")
+@click.option("--r", type=int, help="Where SOURCE is a model: the rank to keep.")
+@click.option("--initial", type=FOLDER, help="Of a PiSSA, OLoRA, CorDA or LoRA-GA adapter: the one saved at step 0.")
+@click.option("--rank", type=click.Choice(["exact", "same"]), default="exact", show_default=True,
+              help="With --initial the exact rank is 2r: write 2r, or the best r with its error.")  # fmt: skip
+@click.option("--ignore-other", is_flag=True, help="Where SOURCE is a model: leave out what is no linear weight.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, with the error of each module.")
+def convert(source: Path, out: Path, as_json: bool, **options: Any) -> None:
+    """Turn a LoRA, PiSSA or OLoRA adapter, or a fine-tuned model, into an NLoRA adapter.
+
+    \b
+    Examples:
+      mezzo nlora convert lora --out adapter
+      mezzo nlora convert pissa --initial pissa_init --out adapter
+      mezzo nlora convert merged --base smollm2-135m --r 16 --out adapter
+    """
+    from mezzo.cli._screen import Terminal
+    from mezzo.nlora.convert import convert as run
+
+    with Terminal().bar("converting") as update:
+        done = {"folder": str(out)} | run(source, out, progress=update, **options)
+    _show({key: value for key, value in done.items() if as_json or key != "errors"}, as_json)
 
 
 @group.command()
