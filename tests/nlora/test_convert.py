@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +405,9 @@ def test_damaged_adapters_are_refused(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(UserError, match="safetensors: is missing"):
         convert(tmp_path / "lora", tmp_path / "out")
+    save_lora(tmp_path / "far")
+    edit(tmp_path / "far" / "adapter_config.json", base_model_name_or_path="x" * 5000)
+    convert(tmp_path / "far", tmp_path / "far_out")
     (tmp_path / "lora" / "adapter_config.json").write_text("[1]")
     with pytest.raises(UserError, match=r"adapter_config.json: is no adapter's"):
         convert(tmp_path / "lora", tmp_path / "out")
@@ -476,6 +481,7 @@ def test_the_command_prints_json_and_a_short_text(tmp_path: Path) -> None:
     result = json.loads(done.stdout)
     assert result["modules"] == len(result["errors"]) == 14
     assert result["folder"] == str(tmp_path / "one")
+    assert done.stdout.startswith("{")
     done = CliRunner().invoke(group, [*words, str(tmp_path / "two")])
     assert "relative error" in done.stdout
     assert "errors" not in done.stdout
@@ -490,3 +496,29 @@ def test_a_converted_adapter_is_refused_on_another_base(tmp_path: Path, model_fo
     other = change_model(save_tiny(tmp_path / "m"), tmp_path / "other", model__norm__weight=lambda W: W + 1)
     with pytest.raises(UserError, match="was trained on a base with hash"):
         use.load_adapter(tmp_path / "out", model=str(other))
+
+
+FAULTS = {
+    "nothing_there": (["none"], "none: holds neither adapter_config.json nor config.json"),
+    "no_base": (["model", "--r", "4"], "model: is a model. Name its base with --base"),
+    "same_model": (["model", "--base", "model", "--r", "4"], "no linear weight differs from model"),
+    "unknown_base": (["lora", "--base", "none"], "none: no such model"),
+    "used_out": (["lora", "--out", "lora"], "lora: already holds files"),
+    "pissa": (["pissa"], "Name the adapter as it was saved at step 0 with --initial"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "told"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_is_one_line_and_exit_code_2(words: list[str], told: str, tmp_path: Path, model_folder: Path) -> None:
+    shutil.copytree(model_folder, tmp_path / "model")
+    edit(save_lora(tmp_path / "pissa") / "adapter_config.json", init_lora_weights="pissa")
+    save_lora(tmp_path / "lora")
+    command = [sys.executable, "-m", "mezzo", "nlora", "convert", "--out", "out", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert told in last
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

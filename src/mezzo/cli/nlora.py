@@ -105,19 +105,20 @@ def evaluate(as_json: bool, **options: Any) -> None:
 
 @group.command()
 @click.argument("run", type=FOLDER)
-@click.option("--to", type=click.Choice(["lora", "merged"]), default="lora", show_default=True)
-@click.option("--out", type=FOLDER, required=True, help="New folder to write.")
+@click.option("--to", type=click.Choice(["lora", "merged", "gguf"]), default="lora", show_default=True)
+@click.option("--out", type=FOLDER, required=True, help="New folder to write; for gguf a new file.")
 @click.option("--rank", type=click.Choice(["exact", "same"]), default="exact", show_default=True,
               help="Of a LoRA whose exact rank is 2r: write 2r, or the best r with its error.")  # fmt: skip
 @click.option("--model", help="The base, if not the one the run names.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON on stdout.")
 def export(as_json: bool, **options: Any) -> None:
-    """Write a plain LoRA for stock PEFT, or a merged model folder.
+    """Write a plain LoRA for stock PEFT, a merged model folder, or a LoRA file for llama.cpp.
 
     \b
     Examples:
       mezzo nlora export runs/first --out lora
       mezzo nlora export runs/first --to merged --out merged
+      mezzo nlora export runs/first --to gguf --out lora.gguf
     """
     from mezzo.nlora import use
 

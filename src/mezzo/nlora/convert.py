@@ -165,11 +165,10 @@ def _read_start(lora: Lora, initial: Path | None) -> Lora | None:
 
 def _base_at_hand(name: Any) -> models.ModelFiles | None:
     """Returns the base that an adapter names where it lies on this disk; the network is not asked."""
-    if not isinstance(name, str) or not (name == models.DEFAULT or Path(name).is_dir()):
-        return None
     try:
-        return models.find(name)
-    except UserError:
+        here = isinstance(name, str) and (name == models.DEFAULT or Path(name).is_dir())
+        return models.find(name) if here else None
+    except (UserError, OSError, ValueError):
         return None
 
 
@@ -240,7 +239,10 @@ def _difference(name: str, new: tuple[Path, tuple[int, ...]], old: tuple[Path, t
             where=f"{new[0]}, {name}",
             todo="Name the base of this model",
         )
-    D = tensor_in(new[0], name) - tensor_in(old[0], name)
+    W1, W0 = tensor_in(new[0], name), tensor_in(old[0], name)
+    if W1.dtype == W0.dtype and torch.equal(W1, W0):
+        return None  # most tensors of a model, without a copy
+    D = W1.double().sub_(W0)
     return D if bool(D.any()) else None
 
 

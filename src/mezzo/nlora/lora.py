@@ -52,7 +52,8 @@ class Lora:
         """
         file = self.folder / "adapter_model.safetensors"
         A, B = (tensor_in(file, f"base_model.model.{module}.lora_{side}.weight") for side in "AB")
-        return Factors(B, torch.eye(self.ranks[module], dtype=B.dtype), A, self.scales[module])
+        one = torch.eye(self.ranks[module], dtype=torch.float64)
+        return Factors(B.double(), one, A.double(), self.scales[module])
 
 
 def read_lora(folder: Path) -> Lora:
@@ -169,7 +170,7 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_in(file: Path, name: str) -> Tensor:
-    """Returns one tensor in float64, read from the file alone.
+    """Returns one tensor as it is in the file; no other is read.
 
     Raises:
         UserError: it holds no real numbers, or one that is not finite.
@@ -179,7 +180,6 @@ def tensor_in(file: Path, name: str) -> Tensor:
     where = f"{file}, {name}"
     if not found.is_floating_point() or found.element_size() < 2:
         raise UserError(f"is of type {found.dtype}", where=where, todo="Quantised weights cannot be converted")
-    found = found.double()
     if not bool(torch.isfinite(found).all()):
         raise UserError("holds a number that is not finite", where=where, todo="Use an earlier checkpoint")
     return found
