@@ -179,15 +179,40 @@ def test_the_config_is_slora_and_names_the_base(tmp_path: Path, model_folder: Pa
     assert settings_in(tmp_path / "near")["base_sha256"] == models.find(model_folder).sha256
 
 
-def train_moved(folder: Path, init: str, *, said: Any, **settings: Any) -> torch.Tensor:
+def prepare(model: Any, init: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Gathers what CorDA and LoRA-GA start from: activations, gradients."""
+    from peft.tuners.lora.config import CordaConfig, LoraGAConfig
+
+    targets = {"target_modules": ["q_proj", "down_proj"]}  # these do not know "all-linear"
+    rows = torch.randint(3, 60, (64, 20))
+    if init == "corda":
+        pytest.importorskip("attr", reason="PEFT's CorDA imports the package attrs")
+        from peft.tuners.lora.corda import preprocess_corda
+
+        settings = settings | targets | {"corda_config": CordaConfig()}
+        preprocess_corda(
+            model, LoraConfig(init_lora_weights=init, **{"r": 4} | settings), lambda: [model(row[None]) for row in rows]
+        )
+    if init == "lora_ga":
+        from peft.tuners.lora.loraga import preprocess_loraga
+
+        settings = settings | targets | {"lora_ga_config": LoraGAConfig()}
+        config = LoraConfig(init_lora_weights=init, **{"r": 4} | settings)
+        preprocess_loraga(model, config, lambda: model(rows, labels=rows).loss.backward())
+    return settings
+
+
+def train_moved(
+    folder: Path, init: str, *, said: Any, dtype: torch.dtype = torch.float32, size: float = 0.05, **settings: Any
+) -> torch.Tensor:
     """Saves the adapter at step 0 as first/ and after some change as last/; returns the changed model's outputs."""
-    model = lora_on(llama(), init_lora_weights=init, **settings)
+    base = llama(dtype)
+    model = lora_on(base, init_lora_weights=init, **prepare(base, init, settings))
     model.peft_config["default"].init_lora_weights = said
     model.save_pretrained(str(folder / "first"))
     model.peft_config["default"].init_lora_weights = init
-    move(model)
+    move(model, size)
     model.save_pretrained(str(folder / "last"))
-    model.peft_config["default"].init_lora_weights = True
     return logits(model)
 
 
@@ -208,6 +233,19 @@ def test_a_pissa_or_olora_with_its_start_is_exact_on_the_original_base(
     torch.testing.assert_close(logits(ours), wanted, atol=2e-6, rtol=2e-5)
     for _, layer in adapted_layers(ours):
         assert layer.r["default"] <= min(2 * settings.get("r", 4), layer.in_features, layer.out_features)
+
+
+@every_dtype
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("init", ["pissa", "olora", "corda", "lora_ga"])
+def test_every_start_that_moves_the_base_is_undone(init: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    wanted = train_moved(tmp_path, init, said=init, dtype=dtype, size=0.2, lora_alpha=8)
+    with pytest.raises(UserError, match="--initial"):
+        convert(tmp_path / "last", tmp_path / "out")
+    convert(tmp_path / "last", tmp_path / "out", initial=tmp_path / "first")
+    ours = PeftModel.from_pretrained(llama(dtype), str(tmp_path / "out")).eval()
+    assert close(logits(ours), wanted, dtype)
+    assert not close(logits(llama(dtype)), wanted, dtype)
 
 
 def test_a_pissa_of_the_same_rank_reports_its_error(tmp_path: Path) -> None:
