@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from mezzo.cli.nlora import group
+from mezzo.cli.nlora import convert as command
 from mezzo.core import models
 from mezzo.core.errors import UserError
 from mezzo.nlora import adapted_layers
@@ -513,14 +513,14 @@ def test_used_places_are_left_alone(tmp_path: Path) -> None:
 
 def test_the_command_prints_json_and_a_short_text(tmp_path: Path) -> None:
     save_lora(tmp_path / "lora")
-    words = ["convert", str(tmp_path / "lora"), "--out"]
-    done = CliRunner().invoke(group, [*words, str(tmp_path / "one"), "--json"])
+    words = [str(tmp_path / "lora"), "--out"]
+    done = CliRunner().invoke(command, [*words, str(tmp_path / "one"), "--json"])
     assert done.exit_code == 0
     result = json.loads(done.stdout)
     assert result["modules"] == len(result["errors"]) == 14
     assert result["folder"] == str(tmp_path / "one")
     assert done.stdout.startswith("{")
-    done = CliRunner().invoke(group, [*words, str(tmp_path / "two")])
+    done = CliRunner().invoke(command, [*words, str(tmp_path / "two")])
     assert "relative error" in done.stdout
     assert "errors" not in done.stdout
 
@@ -552,8 +552,8 @@ def test_a_fault_is_one_line_and_exit_code_2(words: list[str], told: str, tmp_pa
     shutil.copytree(model_folder, tmp_path / "model")
     edit(save_lora(tmp_path / "pissa") / "adapter_config.json", init_lora_weights="pissa")
     save_lora(tmp_path / "lora")
-    command = [sys.executable, "-m", "mezzo", "nlora", "convert", "--out", "out", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    line = [sys.executable, "-m", "mezzo", "nlora", "convert", "--out", "out", *words]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ")
