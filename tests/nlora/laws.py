@@ -39,7 +39,9 @@ def near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, rounding
     assert float((found.float() - wanted.float()).abs().max()) <= bound
 
 
-def step_0_is_the_base(base: torch.Tensor, adapted: torch.Tensor, mode: tuple[str, str], dtype: torch.dtype) -> None:
+def step_0_is_the_base(
+    base: torch.Tensor, adapted: torch.Tensor, mode: tuple[str, str], dtype: torch.dtype
+) -> None:
     if mode in EXACT_AT_0:
         assert torch.equal(adapted, base)
     elif mode[0] != "nystrom_paper":

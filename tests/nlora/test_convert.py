@@ -308,6 +308,28 @@ def test_a_merged_lora_comes_back_from_the_difference(dtype: torch.dtype, tmp_pa
     assert close(logits(ours), logits(merged), dtype)
 
 
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
+    return GPT2LMHeadModel(config).eval()
+
+
+def test_transposed_weights_are_converted_too(tmp_path: Path, model_folder: Path) -> None:
+    shutil.copytree(model_folder, tmp_path / "base")  # for its tokenizer
+    gpt2().save_pretrained(tmp_path / "base")
+    model = move(lora_on(gpt2(), target_modules=["c_attn", "c_proj"], fan_in_fan_out=True))
+    wanted = logits(model)
+    model.save_pretrained(str(tmp_path / "lora"))
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    convert(tmp_path / "lora", tmp_path / "one", base=str(tmp_path / "base"))
+    convert(tmp_path / "merged", tmp_path / "two", base=str(tmp_path / "base"), r=4)
+    for name in ("one", "two"):
+        ours = PeftModel.from_pretrained(gpt2(), str(tmp_path / name)).eval()
+        torch.testing.assert_close(logits(ours), wanted, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (8, 8), (1, 5)], ids=str)
 @pytest.mark.parametrize("r", [1, 4, 40])
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e6])

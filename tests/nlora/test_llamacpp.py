@@ -131,6 +131,10 @@ def test_what_llama_cpp_would_misread_is_refused(tmp_path: Path) -> None:
         export_gguf(adapted(model, target_modules=["extra"]), out)
     with pytest.raises(UserError, match="modules_to_save"):
         export_gguf(adapted(tiny("llama"), target_modules=["q_proj"], modules_to_save=["lm_head"]), out)
+    with pytest.raises(UserError, match=r"bias = nlora_only: llama.cpp's LoRA holds no biases"):
+        export_gguf(adapted(tiny("qwen2"), bias="nlora_only"), out)
+    with pytest.raises(UserError, match=r"embed_tokens: llama.cpp has no linear layer"):
+        export_gguf(adapted(tiny("llama"), "slora", target_modules=["embed_tokens"]), out)
     out.write_text("mine")
     with pytest.raises(UserError, match="already holds files"):
         export_gguf(adapted(llama()), out)

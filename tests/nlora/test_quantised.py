@@ -116,7 +116,9 @@ def test_merge_goes_onto_the_dequantised_base_and_unmerge_brings_the_quantised_o
 ) -> None:
     model = laws.move(get_peft_model(load(folder, kind), NLoraConfig(r=4, init=mode[0], train=mode[1])).eval())  # type: ignore[arg-type]
     changed, quantised = logits(model), [layer.base_layer for _, layer in adapted_layers(model)]
-    wanted = [layer.original_weight().float() + layer.get_delta_weight("default") for _, layer in adapted_layers(model)]
+    wanted = [
+        layer.original_weight().float() + layer.get_delta_weight("default") for _, layer in adapted_layers(model)
+    ]
     model.merge_adapter()
     for (_, layer), weight in zip(adapted_layers(model), wanted, strict=True):
         assert type(layer.base_layer) is torch.nn.Linear

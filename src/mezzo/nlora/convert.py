@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 from mezzo.core import models
 from mezzo.core.errors import UserError
@@ -201,9 +202,9 @@ def _of_model(
 ) -> tuple[Changes, list[str]]:
     ours, theirs = _places(files.folder), _places(source)
     linear = {
-        f"{name}.weight"
+        f"{name}.weight": isinstance(module, Conv1D)  # whose weight is in x out
         for name, module in models.skeleton(files).named_modules()
-        if isinstance(module, torch.nn.Linear)
+        if isinstance(module, (torch.nn.Linear, Conv1D))
     }
     other = sorted(ours.keys() ^ theirs.keys())
     changes: Changes = {}
@@ -212,7 +213,7 @@ def _of_model(
         D = _difference(name, theirs[name], ours[name])
         if D is not None and name in linear:
             module = name.removesuffix(".weight")
-            changes[module] = _finite(module, *nearest(D, r))
+            changes[module] = _finite(module, *nearest(D.T if linear[name] else D, r))
         elif D is not None:
             other.append(name)
         progress(done, len(shared))
