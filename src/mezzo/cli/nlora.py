@@ -1,4 +1,4 @@
-"""`mezzo nlora`: fine-tune, score, export, inspect, chat."""
+"""`mezzo nlora`: fine-tune, score, export, convert, inspect, chat."""
 
 from __future__ import annotations
 
@@ -105,23 +105,51 @@ def evaluate(as_json: bool, **options: Any) -> None:
 
 @group.command()
 @click.argument("run", type=FOLDER)
-@click.option("--to", type=click.Choice(["lora", "merged"]), default="lora", show_default=True)
-@click.option("--out", type=FOLDER, required=True, help="New folder to write.")
+@click.option("--to", type=click.Choice(["lora", "merged", "gguf"]), default="lora", show_default=True)
+@click.option("--out", type=FOLDER, required=True, help="New folder to write; for gguf a new file.")
 @click.option("--rank", type=click.Choice(["exact", "same"]), default="exact", show_default=True,
               help="Of a LoRA whose exact rank is 2r: write 2r, or the best r with its error.")  # fmt: skip
 @click.option("--model", help="The base, if not the one the run names.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON on stdout.")
 def export(as_json: bool, **options: Any) -> None:
-    """Write a plain LoRA for stock PEFT, or a merged model folder.
+    """Write a plain LoRA for stock PEFT, a merged model folder, or a LoRA file for llama.cpp.
 
     \b
     Examples:
       mezzo nlora export runs/first --out lora
       mezzo nlora export runs/first --to merged --out merged
+      mezzo nlora export runs/first --to gguf --out lora.gguf
     """
     from mezzo.nlora import use
 
     _show(use.export_run(**options), as_json)
+
+
+@group.command()
+@click.argument("source", type=FOLDER)
+@click.option("--out", type=FOLDER, required=True, help="New adapter folder to write.")
+@click.option("--base", help="The base model; needed where SOURCE is a model, else checked and its hash recorded.")
+@click.option("--r", type=int, help="Where SOURCE is a model: the rank to keep.")
+@click.option("--initial", type=FOLDER, help="Of a PiSSA, OLoRA, CorDA or LoRA-GA adapter: the one saved at step 0.")
+@click.option("--rank", type=click.Choice(["exact", "same"]), default="exact", show_default=True,
+              help="With --initial the exact rank is 2r: write 2r, or the best r with its error.")  # fmt: skip
+@click.option("--ignore-other", is_flag=True, help="Where SOURCE is a model: leave out what is no linear weight.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, with the error of each module.")
+def convert(source: Path, out: Path, as_json: bool, **options: Any) -> None:
+    """Turn a LoRA, PiSSA or OLoRA adapter, or a fine-tuned model, into an NLoRA adapter.
+
+    \b
+    Examples:
+      mezzo nlora convert lora --out adapter
+      mezzo nlora convert pissa --initial pissa_init --out adapter
+      mezzo nlora convert merged --base smollm2-135m --r 16 --out adapter
+    """
+    from mezzo.cli._screen import Terminal
+    from mezzo.nlora.convert import convert as run
+
+    with Terminal().bar("converting") as update:
+        done = {"folder": str(out)} | run(source, out, progress=update, **options)
+    _show({key: value for key, value in done.items() if as_json or key != "errors"}, as_json)
 
 
 @group.command()

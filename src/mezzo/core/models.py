@@ -206,9 +206,9 @@ def content_hash(folder: Path) -> str:
     Raises:
         UserError: no safetensors file, a damaged one, or a missing shard.
     """
-    shards = _shards(folder)
+    files = shards(folder)
     key = hashlib.sha256(
-        json.dumps([(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in shards]).encode()
+        json.dumps([(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]).encode()
     ).hexdigest()
     kept = home() / "hashes" / key
     try:
@@ -216,7 +216,7 @@ def content_hash(folder: Path) -> str:
             return text
     except OSError:
         pass
-    tensors = sorted(entry for shard in shards for entry in _tensor_hashes(shard))
+    tensors = sorted(entry for shard in files for entry in _tensor_hashes(shard))
     digest = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +226,12 @@ def content_hash(folder: Path) -> str:
     return digest
 
 
-def _shards(folder: Path) -> list[Path]:
+def shards(folder: Path) -> list[Path]:
+    """Returns the safetensors files of a model folder.
+
+    Raises:
+        UserError: no safetensors file, or a missing shard.
+    """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -69,25 +69,12 @@ def export_lora(model: Any, out: Path, *, rank: Rank = "exact", adapter: str = "
     """
     check_free(out)
     config = model.peft_config[adapter]
-    if config.modules_to_save:
-        raise UserError(
-            "a plain LoRA cannot hold modules_to_save", where=", ".join(config.modules_to_save), todo="Use --to merged"
-        )
+    products, worst = plain_products(model, rank, adapter)
     tensors: dict[str, torch.Tensor] = {}
-    ranks: dict[str, int] = {}
-    transposed, worst = True, 0.0
-    for key, layer in adapted_layers(model, adapter):
-        product, offset = layer.factors(adapter)
-        factors = product if offset is None else product.minus(offset)
-        if rank == "same" and offset is not None:
-            factors, error = factors.truncate(product.rank)
-            worst = max(worst, error)
-        name = key if key.startswith("base_model.model.") else f"base_model.model.{key}"
-        tensors |= _lora_tensors(name, layer, factors)
-        ranks[name.removeprefix("base_model.model.")] = factors.rank
-        transposed &= isinstance(layer.get_base_layer(), Conv1D)
-    if not ranks:
-        raise UserError("the model carries no NLoRA adapter of this name", where=adapter, todo="Name one it carries")
+    for module, (layer, factors) in products.items():
+        tensors |= _lora_tensors(f"base_model.model.{module}", layer, factors)
+    ranks = {module: factors.rank for module, (_, factors) in products.items()}
+    transposed = all(isinstance(layer.get_base_layer(), Conv1D) for layer, _ in products.values())
     largest = max(ranks.values())
     odd = {key: value for key, value in ranks.items() if value != largest}
     lora = LoraConfig(
@@ -101,6 +88,33 @@ def export_lora(model: Any, out: Path, *, rank: Rank = "exact", adapter: str = "
         lora.save_pretrained(str(temporary))
     limits = serving_limits(tensors, largest)
     return {"rank": largest, "modules": len(ranks), "relative_error": worst, "vllm": limits}
+
+
+def plain_products(
+    model: Any, rank: Rank = "exact", adapter: str = "default"
+) -> tuple[dict[str, tuple[NLoraLayer, Factors]], float]:
+    """Returns module name -> (layer, its one product), and the largest relative error of all modules.
+
+    Raises:
+        UserError: the adapter trains whole modules too (modules_to_save), or the model carries none of this name.
+    """
+    config = model.peft_config[adapter]
+    if config.modules_to_save:
+        raise UserError(
+            "a plain LoRA cannot hold modules_to_save", where=", ".join(config.modules_to_save), todo="Use --to merged"
+        )
+    products: dict[str, tuple[NLoraLayer, Factors]] = {}
+    worst = 0.0
+    for key, layer in adapted_layers(model, adapter):
+        product, offset = layer.factors(adapter)
+        factors = product if offset is None else product.minus(offset)
+        if rank == "same" and offset is not None:
+            factors, error = factors.truncate(product.rank)
+            worst = max(worst, error)
+        products[key.removeprefix("base_model.model.")] = (layer, factors)
+    if not products:
+        raise UserError("the model carries no NLoRA adapter of this name", where=adapter, todo="Name one it carries")
+    return products, worst
 
 
 def _lora_tensors(name: str, layer: NLoraLayer, factors: Factors) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from mezzo.nlora.evaluate import answer_rows, differences, evaluate
 from mezzo.nlora.export import check_lora, export_lora, export_merged
 from mezzo.nlora.job import Screen, rows_for
 from mezzo.nlora.layer import NLoraLayer
+from mezzo.nlora.llamacpp import export_gguf
 from mezzo.nlora.nystrom import balanced, leading_landmarks, product_norm, slices
 from mezzo.nlora.recipe import Recipe
 from mezzo.nlora.tuner import adapted_layers
@@ -144,7 +145,7 @@ def score_run(
 
 
 def export_run(run: Path, *, to: str, out: Path, rank: str, model: str | None) -> dict[str, Any]:
-    """Writes a run's adapter as plain LoRA or merged model, and returns what was written.
+    """Writes a run's adapter as plain LoRA, merged model or llama.cpp's LoRA file, and returns what was written.
 
     Raises:
         UserError: `out` is in use, no adapter, another base.
@@ -153,6 +154,8 @@ def export_run(run: Path, *, to: str, out: Path, rank: str, model: str | None) -
     loaded, tokenizer, _ = load_adapter(run, model=model)
     if to == "merged":
         return {"folder": str(out)} | export_merged(loaded, tokenizer, out)
+    if to == "gguf":
+        return {"file": str(out)} | export_gguf(loaded, out, rank=rank)  # type: ignore[arg-type]
     done = export_lora(loaded, out, rank=rank)  # type: ignore[arg-type]
     if done["relative_error"] == 0:
         done["logits_off_in_stock_peft"] = check_lora(loaded, out)
