@@ -38,6 +38,7 @@ bench: setup
 
 docs: setup
 	$(BIN)/python docs/make_cli.py
+	$(BIN)/python docs/make_measured.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

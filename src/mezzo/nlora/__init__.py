@@ -2,7 +2,8 @@
 
 from mezzo.nlora.config import NLoraConfig
 from mezzo.nlora.factors import Factors
-from mezzo.nlora.layer import NLoraConv, NLoraEmbedding, NLoraLayer, NLoraLinear
+from mezzo.nlora.kinds import NLoraConv, NLoraEmbedding, NLoraLinear
+from mezzo.nlora.layer import NLoraLayer
 from mezzo.nlora.tuner import NLoraModel, adapted_layers, hotswap, register
 
 register()

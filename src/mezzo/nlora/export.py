@@ -17,7 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from mezzo.core.errors import UserError
 from mezzo.core.files import atomic, check_free, write_json
 from mezzo.nlora.factors import Factors
-from mezzo.nlora.layer import NLoraConv, NLoraEmbedding, NLoraLayer
+from mezzo.nlora.kinds import NLoraConv, NLoraEmbedding
+from mezzo.nlora.layer import NLoraLayer
 from mezzo.nlora.tuner import adapted_layers
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -96,12 +97,19 @@ def plain_products(
     """Returns module name -> (layer, its one product), and the largest relative error of all modules.
 
     Raises:
-        UserError: the adapter trains whole modules too (modules_to_save), or the model carries none of this name.
+        UserError: the adapter trains whole modules (modules_to_save) or biases too, or the model carries none of this
+            name.
     """
     config = model.peft_config[adapter]
     if config.modules_to_save:
         raise UserError(
             "a plain LoRA cannot hold modules_to_save", where=", ".join(config.modules_to_save), todo="Use --to merged"
+        )
+    if config.bias != "none":
+        raise UserError(
+            "the trained biases of the base have no place in a plain LoRA",
+            where=f"bias = {config.bias}",
+            todo="Use --to merged",
         )
     products: dict[str, tuple[NLoraLayer, Factors]] = {}
     worst = 0.0

@@ -3,14 +3,17 @@
     project     u = A x
     tap         h = (y - b)[I], and y itself
     add_        y + scale B N u, in place where that is safe
+    linear      all of them with a frozen linear layer, for one adapter: the common case, in one pass of backward
 
-Each is an autograd function with plain operations of the same meaning beside it, for compilers and odd strides.
+Each is an autograd function; the first three have plain operations of the same meaning beside them, for compilers and
+odd strides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -130,3 +133,74 @@ class _Add(torch.autograd.Function):
         if needs_B:
             g_B = (g_flat.T @ (u_flat @ middle.T).mul_(scale)).to(B.dtype)
         return g, g_u, g_N, g_B, None, None
+
+
+class Product(NamedTuple):
+    """One term scale B N (A x), or with rows in place of A: scale B N h, h the landmark outputs."""
+
+    scale: float
+    N: Tensor
+    B: Tensor
+    A: Tensor | None = None
+    rows: Tensor | None = None
+
+
+def linear(
+    x: Float[Tensor, "... in"],
+    W: Float[Tensor, "out in"],
+    bias: Float[Tensor, " out"] | None,
+    products: Sequence[Product],
+) -> Float[Tensor, "... out"]:
+    """Returns W x + bias and the products added; W is frozen and all dtypes are one.
+
+    Backward keeps x (by reference, where a product has an A) and r numbers a token for each product, and adds every
+    part of x's gradient into the one that the base makes.
+    """
+    flat = [matrix for product in products for matrix in (product.N, product.B, product.A, product.rows)]
+    y: Tensor = _Linear.apply(x, W, bias, [product.scale for product in products], *flat)
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W: Tensor, bias: Tensor | None, scales: list[float], *flat: Any) -> Tensor:
+        y = F.linear(x, W, bias)
+        y_flat, terms = y.view(-1, y.shape[-1]), [flat[k : k + 4] for k in range(0, len(flat), 4)]
+        inputs = []
+        for _, _, A, rows in terms:
+            if A is not None:
+                inputs.append(x.reshape(-1, x.shape[-1]) @ A.T)
+                continue
+            h = y_flat.index_select(1, rows)
+            inputs.append(h if bias is None else h.sub_(bias.index_select(0, rows)))
+        for scale, u, (N, B, _, _) in zip(scales, inputs, terms, strict=True):
+            y_flat.addmm_(u @ N.T, B.T, alpha=scale)
+        needs_x = any(A is not None and A.requires_grad for _, _, A, _ in terms)
+        ctx.save_for_backward(x if needs_x else None, W, *inputs, *flat)
+        ctx.scales, ctx.shape = scales, x.shape
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        x, W, *rest = ctx.saved_tensors
+        count = len(ctx.scales)
+        inputs, flat = rest[:count], rest[count:]
+        needs_x, _, needs_bias, _, *needs = ctx.needs_input_grad
+        g_flat = g.reshape(-1, g.shape[-1])
+        g_x = g_flat @ W if needs_x else None
+        g_bias = g_flat.sum(0) if needs_bias else None
+        found: list[Tensor | None] = [None] * len(flat)
+        for k, (scale, u) in enumerate(zip(ctx.scales, inputs, strict=True)):
+            N, B, A, rows = flat[4 * k : 4 * k + 4]
+            g_v = (g_flat @ B).mul_(scale)
+            g_u = g_v @ N
+            if needs[4 * k]:
+                found[4 * k] = g_v.T @ u
+            if needs[4 * k + 1]:
+                found[4 * k + 1] = g_flat.T @ (u @ N.T).mul_(scale)
+            if needs[4 * k + 2]:
+                found[4 * k + 2] = g_u.T @ x.reshape(-1, x.shape[-1])
+            if g_x is not None:
+                g_x.addmm_(g_u, W.index_select(0, rows) if A is None else A)
+        return None if g_x is None else g_x.view(ctx.shape), None, g_bias, None, *found

@@ -6,6 +6,7 @@ Every scale is a power of two, so scaling a slice, undoing it and folding it are
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +20,41 @@ TAU = 0.1
 
 SAMPLED_ROWS = 512
 """Rows that the norm of a column is measured on, at most."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an adapter of W begins: its landmarks, its factors, and the middle of one that trains N alone."""
+
+    rows: Int[Tensor, " r"]
+    columns: Int[Tensor, " r"]
+    factors: Factors
+    middle: Float[Tensor, "r r"]
+    shift: int = 0
+    """k, with B N A = 2^k C W[I, J] R."""
+    gain: int = 0
+    """c of the trained middle, see `middle_gain`."""
+    change: float = 0.0
+    """norm(s B N A) / norm(W) where nothing is subtracted."""
+
+
+def start_of(W: Float[Tensor, "out in"], r: int, scale: float, *, offset: bool) -> Start:
+    """Returns the start of Mezzo's form (offset: landmarks of the largest norm, scaled slices) or of the paper's.
+
+    Of a weight that holds no numbers (meta) it has the shapes alone.
+    """
+    rows, columns = (index.to(W.device) for index in leading_landmarks(r))
+    norms = torch.zeros(1) if W.is_meta else row_norms(W)
+    if offset and not W.is_meta:
+        rows, columns = largest_landmarks(W, norms, r)
+    raw, norm = slices(W, rows, columns, scale), float(norms.norm())
+    if W.is_meta:
+        return Start(rows, columns, raw, torch.zeros_like(raw.N))
+    if not offset:
+        change = scale * product_norm(raw.B, raw.N, raw.A) / norm if norm else 0.0
+        return Start(rows, columns, raw, raw.N, change=change)
+    factors, shift = balanced(raw, norm)
+    return Start(rows, columns, factors, torch.zeros_like(raw.N), shift, middle_gain(raw, norm))
 
 
 def leading_landmarks(r: int) -> tuple[Int[Tensor, " r"], Int[Tensor, " r"]]:

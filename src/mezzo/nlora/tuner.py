@@ -22,7 +22,8 @@ from torch import nn
 from mezzo.core.errors import UserError
 from mezzo.nlora.config import MethodName, NLoraConfig
 from mezzo.nlora.factors import Factors, combine
-from mezzo.nlora.layer import CONVOLUTIONS, NLoraLayer, layer_for
+from mezzo.nlora.kinds import CONVOLUTIONS, layer_for
+from mezzo.nlora.layer import NLoraLayer
 
 MAMBA = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
 """Model types whose out_proj and conv1d are read by fused kernels, past the module."""
