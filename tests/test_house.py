@@ -51,3 +51,8 @@ def test_no_file_of_the_source_is_over_400_lines() -> None:
 def test_the_page_of_commands_is_up_to_date() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "make_cli.py"))["page"]()
     assert (ROOT / "docs" / "cli.md").read_text(encoding="utf-8") == page
+
+
+def test_the_page_of_measured_figures_is_up_to_date() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "make_measured.py"))["page"]()
+    assert (ROOT / "docs" / "measured.md").read_text(encoding="utf-8") == page

@@ -53,8 +53,8 @@ def save_lora(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
-    bound = 16 * torch.finfo(dtype).eps * float(wanted.abs().max())
+def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, eps: int = 16) -> bool:
+    bound = eps * torch.finfo(dtype).eps * float(wanted.abs().max())
     return float((found - wanted).abs().max()) <= bound
 
 
@@ -244,8 +244,8 @@ def test_every_start_that_moves_the_base_is_undone(init: str, dtype: torch.dtype
         convert(tmp_path / "last", tmp_path / "out")
     convert(tmp_path / "last", tmp_path / "out", initial=tmp_path / "first")
     ours = PeftModel.from_pretrained(llama(dtype), str(tmp_path / "out")).eval()
-    assert close(logits(ours), wanted, dtype)
-    assert not close(logits(llama(dtype)), wanted, dtype)
+    assert close(logits(ours), wanted, dtype, eps=32)  # two roundings: of the base at step 0, and of its return
+    assert not close(logits(llama(dtype)), wanted, dtype, eps=32)
 
 
 def test_a_pissa_of_the_same_rank_reports_its_error(tmp_path: Path) -> None:

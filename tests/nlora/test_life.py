@@ -358,3 +358,55 @@ def test_the_layer_compiles_in_one_graph_and_gives_the_same() -> None:
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["same"] * len(laws.MODES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, {"layers.1.self_attn.q_proj"}),
+        (
+            {"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "layers"},
+            {"layers.0.self_attn.q_proj"},
+        ),
+        (
+            {"target_modules": r".*\.(q|up)_proj", "exclude_modules": ["layers.0.self_attn.q_proj"]},
+            {"layers.0.mlp.up_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.up_proj"},
+        ),
+    ],
+)
+def test_layers_are_chosen_as_by_lora(fields: dict[str, Any], expected: set[str]) -> None:
+    ours = {key for key, _ in adapted_layers(get_peft_model(llama(), NLoraConfig(r=4, **fields)))}
+    stock = get_peft_model(llama(), LoraConfig(r=4, **fields))
+    theirs = {key.removesuffix(".lora_A.default") for key, _ in stock.named_modules() if key.endswith("lora_A.default")}
+    assert {key.removeprefix("base_model.model.model.") for key in ours} == expected
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("bias", ["all", "nlora_only", "lora_only"])
+def test_trained_biases_are_saved_with_the_adapter(bias: str, tmp_path: Path) -> None:
+    fresh = zoo.MODELS["gpt2"]
+    model = get_peft_model(fresh(torch.float32), NLoraConfig(r=4, bias=bias))  # type: ignore[arg-type]
+    assert any(key.endswith(".bias") and value.requires_grad for key, value in model.named_parameters())
+    laws.move(model).eval().save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(fresh(torch.float32), str(tmp_path)).eval()
+    assert torch.equal(zoo.outputs(again, "gpt2", torch.float32), zoo.outputs(model, "gpt2", torch.float32))
+
+
+def test_transformers_own_adapter_methods_take_it(tmp_path: Path) -> None:
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+
+    if version.parse(peft.__version__) < version.parse(MIN_PEFT_VERSION):
+        pytest.skip(f"this transformers takes adapters of PEFT {MIN_PEFT_VERSION} or later only, of any method")
+    model = llama()
+    model.add_adapter(NLoraConfig(r=4), adapter_name="one")
+    laws.move(model).eval()
+    wanted = logits(model)
+    model.save_pretrained(tmp_path)
+    again = llama()
+    again.load_adapter(str(tmp_path), adapter_name="one")
+    assert torch.equal(logits(again.eval()), wanted)
+    again.disable_adapters()
+    assert torch.equal(logits(again), logits(llama()))
+    again.enable_adapters()
+    again.delete_adapter("one")
+    assert torch.equal(logits(again), logits(llama()))

@@ -55,14 +55,16 @@ def make_plan(
         checkpointing: whether activations are recomputed.
 
     Raises:
-        UserError: a target matches nothing, a rank is above a layer's smaller side.
+        UserError: a target matches nothing, or names what cannot be adapted.
     """
     width = skeleton.config.get_text_config()
     model = get_peft_model(skeleton, config)
     layers = adapted_layers(model)
     trainable, with_adapter = parameters(model)
     item = torch.finfo(dtype).bits // 8
-    adapter = sum(p.numel() for _, layer in layers for p in layer.parameters() if p is not layer.base_layer.weight)
+    adapter = sum(
+        p.numel() for _, layer in layers for name, p in layer.named_parameters() if not name.startswith("base_layer.")
+    )
     total = with_adapter - adapter
     per_layer = width.hidden_size * 12 + 5 * getattr(width, "intermediate_size", 4 * width.hidden_size)
     depth = 2 if checkpointing else width.num_hidden_layers
