@@ -23,8 +23,8 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: setup
-	$(BIN)/ruff format --check src tests docs $(wildcard benchmarks)
-	$(BIN)/ruff check src tests docs $(wildcard benchmarks)
+	$(BIN)/ruff format --check src tests docs benchmarks recipes
+	$(BIN)/ruff check src tests docs benchmarks recipes
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(MAKE) test

@@ -132,9 +132,10 @@ def main() -> int:
     methods = ["lora", "nlora", "inttune", "slora"]
     result: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
     result |= {
-        "model": models.DEFAULT, "batch": [BATCH, LENGTH], "dtype": "float32", "seed": 0, "machine": machine(),
+        "model": models.DEFAULT, "batch": [BATCH, LENGTH], "dtype": "float32", "seed": 0,
         "versions": {"peft": peft.__version__, "transformers": transformers.__version__, "torch": torch.__version__},
     }  # fmt: skip
+    result.setdefault("machines", {}).update({part: machine() for part in args.only})
     for r in args.ranks:
         found = result.setdefault(f"r{r}", {})
         if "times" in args.only:

@@ -102,9 +102,12 @@ def tests(found: dict[str, Any]) -> list[str]:
 
 def where(found: dict[str, Any]) -> str:
     """Returns the machine and the versions in words."""
-    machine = found["machine"]
+    parts: dict[str, list[str]] = {}
+    for part, machine in found["machines"].items():
+        parts.setdefault(f"{machine['cpu']}, {machine['cores']} cores", []).append(part)
+    machines = "; ".join(f"{', '.join(names)} on {name}" for name, names in parts.items())
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    return f"{machine['cpu']}, {machine['cores']} cores; {versions}"
+    return f"Measured: {machines}; {versions}"
 
 
 if __name__ == "__main__":

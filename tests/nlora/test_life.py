@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from packaging import version
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 
 from mezzo.core.errors import UserError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -132,6 +133,7 @@ def run_job(recipe: Recipe, out: Path, screen: Screen, *, resume: bool = False, 
     Raises:
         UserError: bad input; nothing is written before all input is checked.
     """
+    _check_processes()
     run = Run.open(out) if resume else None
     if run is None:
         check_free(out, "Choose another --out, or go on with --resume")
@@ -157,6 +159,15 @@ def run_job(recipe: Recipe, out: Path, screen: Screen, *, resume: bool = False, 
             todo = "Free some space, then go on with --resume"
             raise UserError("no space left on the disk", where=str(out), todo=todo) from error
         raise
+
+
+def _check_processes() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "this command trains in one process",
+            where="WORLD_SIZE",
+            todo="Start it without a launcher, or launch recipes/sft.py, which trains in several",
+        )
 
 
 def _disk_is_full(error: BaseException, out: Path) -> bool:

@@ -17,6 +17,7 @@ from trl import SFTConfig, SFTTrainer
 
 from mezzo.core.errors import UserError
 from mezzo.core.runs import Run
+from mezzo.nlora.processes import NLoraMoves
 from mezzo.nlora.recipe import Recipe
 from mezzo.nlora.tokens import Encoded
 
@@ -61,7 +62,7 @@ def fit(
         args=_arguments(recipe, folder, model),
         train_dataset=data,
         processing_class=tokenizer,
-        callbacks=[reporter],
+        callbacks=[reporter, NLoraMoves()],
     )
     _quiet(trainer)
     with _Interrupt(reporter):
