@@ -355,6 +355,7 @@ for init, train in laws.MODES:
 """
 
 
+@pytest.mark.slow
 def test_the_layer_compiles_in_one_graph_and_gives_the_same() -> None:
     """In a process of its own: the shape checks of the tests are not for compilers."""
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)

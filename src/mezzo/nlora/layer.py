@@ -104,14 +104,14 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
         self.gain[name] = self.shift[name] = 0
         weight: Any = getattr(self.get_base_layer(), "weight", None)
         with torch.no_grad(), gather_params_ctx([weight], modifier_rank=None):
-            W = self.original_weight()
+            W, raw = self.original_weight(), None
             if config.init == "slora":
                 self._start_random(name, r, W.dtype)
             else:
-                self._start_slices(name, config, W, key)
+                raw = self._start_slices(name, config, W, key)
             if not config.init_weights:
                 self._scatter(name, W)
-            self._slice(name, W)
+            self._slice(name, W, raw)
         self._move_adapter_to_device_of_base_layer(name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
@@ -140,22 +140,24 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
         nn.init.kaiming_uniform_(N, a=math.sqrt(5))
         self._keep(name, Factors(torch.zeros(self.out_features, r, dtype=dtype), N.to(dtype), A.to(dtype)))
 
-    def _start_slices(self, name: str, config: NLoraConfig, W: Tensor, key: str) -> None:
-        start = start_of(W, self.r[name], self.scaling[name], offset=config.init == "nystrom")
+    def _start_slices(self, name: str, config: NLoraConfig, W: Tensor, key: str) -> Factors:
+        middle = config.train == "middle"
+        start = start_of(W, self.r[name], self.scaling[name], offset=config.init == "nystrom", only_middle=middle)
         if start.change > LARGE_START:
             warnings.warn(
                 f"{key}: the paper's start changes this weight by {start.change:.0%} before the first step; "
                 "init = nystrom starts at the base model",
                 stacklevel=2,
             )
-        if config.train == "middle":
+        if middle:
             self.nlora_N[name], self.gain[name] = nn.Parameter(start.middle), start.gain
         else:
             self._keep(name, start.factors)
-        if config.train == "middle" or config.init == "nystrom":
+        if middle or config.init == "nystrom":
             self.nlora_rows[name], self.nlora_columns[name] = start.rows, start.columns
         if config.train == "all" and config.init == "nystrom":
             self.nlora_shift[name] = torch.tensor([start.shift], dtype=torch.int32)
+        return start.raw
 
     def _scatter(self, name: str, W: Tensor) -> None:
         for table in (self.nlora_A, self.nlora_N, self.nlora_B):
@@ -203,13 +205,13 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
                 continue
             self._slice(name, self.original_weight())
 
-    def _slice(self, name: str, W: Tensor) -> None:
+    def _slice(self, name: str, W: Tensor, raw: Factors | None = None) -> None:
         if name not in self.nlora_rows:
             return
         rows, columns = self.nlora_rows[name], self.nlora_columns[name]
         if name in self.nlora_shift:
             self.shift[name] = 0 if self.nlora_shift[name].is_meta else int(self.nlora_shift[name])
-        raw, kind = slices(W, rows.to(W.device), columns.to(W.device)), self.nlora_N[name].dtype
+        raw, kind = raw or slices(W, rows.to(W.device), columns.to(W.device)), self.nlora_N[name].dtype
         self.nlora_C[name] = raw.B.to(kind)
         if name in self.nlora_shift:
             self.nlora_G[name] = raw.N.to(kind)

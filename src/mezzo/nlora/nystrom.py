@@ -19,7 +19,7 @@ TAU = 0.1
 
 
 SAMPLED_ROWS = 512
-"""Rows that the norm of a column is measured on, at most."""
+"""Rows that a norm is measured on, at most, where only its size matters."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Start:
     rows: Int[Tensor, " r"]
     columns: Int[Tensor, " r"]
     factors: Factors
+    raw: Factors
+    """C, W[I, J] and R as they are."""
     middle: Float[Tensor, "r r"]
     shift: int = 0
     """k, with B N A = 2^k C W[I, J] R."""
@@ -38,10 +40,11 @@ class Start:
     """norm(s B N A) / norm(W) where nothing is subtracted."""
 
 
-def start_of(W: Float[Tensor, "out in"], r: int, scale: float, *, offset: bool) -> Start:
+def start_of(W: Float[Tensor, "out in"], r: int, scale: float, *, offset: bool, only_middle: bool = False) -> Start:
     """Returns the start of Mezzo's form (offset: landmarks of the largest norm, scaled slices) or of the paper's.
 
-    Of a weight that holds no numbers (meta) it has the shapes alone.
+    With `only_middle`, for an adapter that trains N alone, the factors are the raw slices. Of a weight that holds no
+    numbers (meta) it has the shapes alone.
     """
     rows, columns = (index.to(W.device) for index in leading_landmarks(r))
     norms = torch.zeros(1) if W.is_meta else row_norms(W)
@@ -49,12 +52,14 @@ def start_of(W: Float[Tensor, "out in"], r: int, scale: float, *, offset: bool) 
         rows, columns = largest_landmarks(W, norms, r)
     raw, norm = slices(W, rows, columns, scale), float(norms.norm())
     if W.is_meta:
-        return Start(rows, columns, raw, torch.zeros_like(raw.N))
+        return Start(rows, columns, raw, raw, torch.zeros_like(raw.N))
     if not offset:
         change = scale * product_norm(raw.B, raw.N, raw.A) / norm if norm else 0.0
-        return Start(rows, columns, raw, raw.N, change=change)
+        return Start(rows, columns, raw, raw, raw.N, change=change)
+    if only_middle:
+        return Start(rows, columns, raw, raw, torch.zeros_like(raw.N), gain=middle_gain(raw, norm))
     factors, shift = balanced(raw, norm)
-    return Start(rows, columns, factors, torch.zeros_like(raw.N), shift, middle_gain(raw, norm))
+    return Start(rows, columns, factors, raw, raw.N, shift)
 
 
 def leading_landmarks(r: int) -> tuple[Int[Tensor, " r"], Int[Tensor, " r"]]:
@@ -100,8 +105,8 @@ def slices(
 
     Source: arXiv 2502.14482, figure 3; TracyGuo2001/NLoRA, layer.py, nlora_init (leading rows and columns).
     """
-    A = W[rows.long()]
-    return Factors(B=W[:, columns.long()], N=A[:, columns.long()], A=A, scale=scale)
+    A = W.index_select(0, rows.long())
+    return Factors(B=W.index_select(1, columns.long()), N=A.index_select(1, columns.long()), A=A, scale=scale)
 
 
 def balanced(raw: Factors, weight_norm: float) -> tuple[Factors, int]:
@@ -115,7 +120,7 @@ def balanced(raw: Factors, weight_norm: float) -> tuple[Factors, int]:
     a = exponent(1 / math.sqrt(3 * fan_in), size(raw.A))
     n = exponent(1 / math.sqrt(3 * r), size(raw.N))
     A, N = raw.A * 2.0**a, raw.N * 2.0**n
-    b = exponent(TAU * weight_norm, raw.scale * product_norm(raw.B, N, A))
+    b = exponent(TAU * weight_norm, raw.scale * sampled_norm(raw.B, N, A))
     return Factors(raw.B * 2.0**b, N, A, raw.scale), a + n + b
 
 
@@ -138,6 +143,14 @@ def product_norm(B: Float[Tensor, "out r"], N: Float[Tensor, "r r"], A: Float[Te
     B, N, A = B.float(), N.double(), A.float()
     square = torch.trace((N.T @ (B.T @ B).double() @ N) @ (A @ A.T).double())
     return math.sqrt(max(float(square), 0.0))
+
+
+def sampled_norm(B: Float[Tensor, "out r"], N: Float[Tensor, "r r"], A: Float[Tensor, "r in"]) -> float:
+    """Returns `product_norm` measured on at most SAMPLED_ROWS rows of B and columns of A, evenly spaced."""
+    rows, columns = (-(-count // SAMPLED_ROWS) for count in (B.shape[0], A.shape[1]))
+    few, short = B[::rows], A[:, ::columns]
+    share = few.shape[0] * short.shape[1] / (B.shape[0] * A.shape[1])
+    return product_norm(few, N, short) / math.sqrt(share)
 
 
 def exponent(wanted: float, found: float) -> int:

@@ -37,7 +37,7 @@ class SameRows(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Adds the file to the checkpoint just written."""
         if state.is_world_process_zero:
-            write_json(Path(args.output_dir) / f"checkpoint-{state.global_step}" / NAME, self.now)
+            write_json(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / NAME, self.now)
 
     def check(self, checkpoint: Path) -> None:
         """Checks that a run can go on from a checkpoint with the settings at hand.
