@@ -1,4 +1,4 @@
-"""Two processes give the curve of one: DDP and FSDP2 on gloo, resumed with another number of processes, refusals."""
+"""Two processes give the curve of one: DDP, FSDP2 and ZeRO-3 on gloo, resumed with another number of processes, refusals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ from tests.tiny import WORDS, llama
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 STEPS = 8
+ENGINES = [
+    "ddp_cpu",
+    "fsdp2_cpu",
+    pytest.param(
+        "deepspeed_zero3_cpu",
+        marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+    ),
+]
 BOUND = {"rtol": 1e-4, "atol": 1e-4}  # nats/token: sums over processes are taken in another order
 
 
@@ -74,7 +83,7 @@ def one(model_folder: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp_cpu", "fsdp2_cpu"])
+@pytest.mark.parametrize("kind", ENGINES)
 def test_two_processes_give_the_curve_and_the_adapter_of_one(
     kind: str, model_folder: Path, rows: Path, one: Path, tmp_path: Path
 ) -> None:
@@ -102,7 +111,7 @@ def test_two_processes_give_the_curve_and_the_adapter_of_one(
     ],
     ids=["accumulated", "checkpointed", "inttune", "slora"],
 )
-@pytest.mark.parametrize("kind", ["ddp_cpu", "fsdp2_cpu"])
+@pytest.mark.parametrize("kind", ENGINES)
 def test_two_processes_with_what_people_combine(
     kind: str, flags: list[str], model_folder: Path, rows: Path, tmp_path: Path
 ) -> None:
@@ -116,7 +125,7 @@ def test_two_processes_with_what_people_combine(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp_cpu", "fsdp2_cpu"])
+@pytest.mark.parametrize("kind", ENGINES)
 def test_a_run_goes_on_with_another_number_of_processes_or_is_refused(
     kind: str, model_folder: Path, rows: Path, one: Path, tmp_path: Path
 ) -> None:
@@ -129,14 +138,22 @@ def test_a_run_goes_on_with_another_number_of_processes_or_is_refused(
     assert done.returncode == 2, done.stderr[-2000:]
     assert "took 8 rows (2 processes)" in done.stderr
     done = launch("one", model_folder, rows, out, "--batch-size", "8", "--resume")
-    if kind == "fsdp2_cpu":
+    if kind != "ddp_cpu":
         assert done.returncode == 2, done.stderr[-2000:]
-        assert "written by fsdp" in done.stderr
+        assert f"written by {'fsdp' if kind == 'fsdp2_cpu' else 'deepspeed'}" in done.stderr
         found = trained(kind, model_folder, rows, out, "--batch-size", "4", "--resume")
     else:
         assert done.returncode == 0, done.stderr[-3000:]
         found = curve(out)
     torch.testing.assert_close(found, curve(one), **BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ENGINES)
+def test_every_engine_names_an_n_that_does_not_move(kind: str, model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    done = launch(kind, model_folder, rows, tmp_path / "run", "--learning-rate", "1e-30", steps=3)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "14 of 14 matrices N have not moved in 3 steps" in done.stderr
 
 
 @pytest.mark.slow
@@ -172,6 +189,19 @@ def test_a_checkpoint_of_another_number_of_rows_or_engine_is_refused(tmp_path: P
             rows.check(tmp_path)
     (tmp_path / "rows_a_step.json").write_text(json.dumps(good))
     rows.check(tmp_path)
+    rows.now["engine"] = "deepspeed"
+    (tmp_path / "rows_a_step.json").write_text(json.dumps(good | {"engine": "deepspeed", "processes": 2}))
+    with pytest.raises(UserError, match="in 2 shares"):
+        rows.check(tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_an_engine_chosen_by_the_launcher_is_known(
+    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine.upper()}", "true")
+    assert SameRows(settings).now["engine"] == engine
 
 
 def test_an_n_that_does_not_move_is_named_after_the_third_step(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.utils.integrations import gather_params_ctx
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -25,13 +26,12 @@ class SameRows(TrainerCallback):
 
     def __init__(self, args: TrainingArguments) -> None:
         processes = args.world_size
-        kind = "deepspeed" if args.deepspeed else os.environ.get("ACCELERATE_USE_FSDP", "") == "true" and "fsdp"
         self.now = {
             "processes": processes,
             "batch_size": args.per_device_train_batch_size,
             "accumulate": args.gradient_accumulation_steps,
             "rows": processes * args.per_device_train_batch_size * args.gradient_accumulation_steps,
-            "engine": kind or "ddp",
+            "engine": _engine(args),
         }
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -43,7 +43,7 @@ class SameRows(TrainerCallback):
         """Checks that a run can go on from a checkpoint with the settings at hand.
 
         Raises:
-            UserError: a step would take another number of rows, or the state is another engine's.
+            UserError: a step would take another number of rows, or the state is another engine's or in other shares.
         """
         try:
             then = json.loads((checkpoint / NAME).read_text(encoding="utf-8"))
@@ -66,6 +66,13 @@ class SameRows(TrainerCallback):
                 f"this run's optimiser state was written by {engine}, not by {self.now['engine']}",
                 where=str(checkpoint),
                 todo=f"Go on with the launcher file of {engine}, or start a new run from the saved adapter",
+            )
+        if engine == "deepspeed" and processes != self.now["processes"]:
+            raise UserError(
+                f"DeepSpeed wrote this run's optimiser state in {processes} shares, one a process, and would now read "
+                f"{self.now['processes']}",
+                where=str(checkpoint),
+                todo=f"Go on with --num_processes {processes}, or start a new run from the saved adapter",
             )
 
 
@@ -92,8 +99,7 @@ class NLoraMoves(TrainerCallback):
     """Warns after three steps with the name of every trained N that is still what it was.
 
     A layer whose input takes no gradient (checkpointing without `enable_input_require_grads`) or whose step is below
-    the rounding of a low-precision dtype would stay untrained without a word. Parameters that ZeRO-3 has shared out
-    are not looked at.
+    the rounding of a low-precision dtype would stay untrained without a word.
     """
 
     def __init__(self) -> None:
@@ -103,13 +109,13 @@ class NLoraMoves(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Keeps a copy of every trained N (r x r numbers a module)."""
         self.look_at = state.global_step + LOOK_AFTER
-        self.before = {key: _whole(value) for key, value in _middles(kw["model"]).items()}
+        self.before = _middles(kw["model"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Looks once, after the third step."""
         if state.global_step != self.look_at or not self.before:
             return
-        now = {key: _whole(value) for key, value in _middles(kw["model"]).items()}
+        now = _middles(kw["model"])
         still = [key for key, value in now.items() if key in self.before and torch.equal(value, self.before[key])]
         self.before = {}
         if still and state.is_world_process_zero:
@@ -121,15 +127,22 @@ class NLoraMoves(TrainerCallback):
             )
 
 
+def _engine(args: TrainingArguments) -> str:
+    # accelerate's launcher speaks through the environment; `args.deepspeed` is only the trainer's own flag.
+    for engine in ("deepspeed", "fsdp"):
+        if getattr(args, engine, None) or os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "").lower() == "true":
+            return engine
+    return "ddp"
+
+
 def _middles(model: Any) -> dict[str, Tensor]:
-    return {
-        key: value
-        for key, value in model.named_parameters()
-        if ".nlora_N." in key and value.requires_grad and not hasattr(value, "ds_id")
-    }
+    """Returns a copy of every trained N, whole, on the CPU. Every process must call this: shares are gathered."""
+    found = {key: value for key, value in model.named_parameters() if ".nlora_N." in key and value.requires_grad}
+    with gather_params_ctx(list(found.values()), modifier_rank=None):  # ZeRO-3's shares
+        return {key: _whole(value) for key, value in found.items()}
 
 
 def _whole(value: Tensor) -> Tensor:
-    gather = getattr(value, "full_tensor", None)  # a DTensor's shares, of all processes
+    gather = getattr(value, "full_tensor", None)  # FSDP2's shares
     kept: Tensor = value.detach() if gather is None else gather().detach()
     return kept.clone().cpu()
