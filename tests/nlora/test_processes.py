@@ -1,4 +1,4 @@
-"""Two processes give the curve of one: DDP, FSDP2 and ZeRO-3 on gloo, resumed with another number of processes, refusals."""
+"""Two processes give the curve of one: DDP, FSDP2 and ZeRO-3 on gloo; resumed by another number of them; refusals."""
 
 from __future__ import annotations
 
