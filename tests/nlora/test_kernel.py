@@ -95,3 +95,16 @@ def test_gradients_of_the_products_against_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda y, b: tap(y * 1, rows, b), (y, bias))
     u, N, B = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((5, 2), (2, 2), (7, 2)))
     assert torch.autograd.gradcheck(lambda y, u, N, B: add_(y * 1, u, N, B, 0.7), (y, u, N, B))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("train", ["all", "middle"])
+@pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 5, 8), (2, 3, 5, 8)])
+def test_what_follows_may_write_into_the_output(shape: tuple[int, ...], train: str, bias: bool) -> None:
+    model = get_peft_model(
+        nn.Sequential(nn.Linear(8, 8, bias=bias), nn.ReLU(inplace=True)),
+        NLoraConfig(r=3, train=train, target_modules=["0"]),
+    )
+    model(torch.randn(shape)).sum().backward()
+    (N,) = (value for key, value in model.named_parameters() if "nlora_N" in key)
+    assert N.grad is not None and N.grad.abs().sum() > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, get_args
@@ -88,6 +89,7 @@ class NLoraConfig(PeftConfig):
         if isinstance(self.exclude_modules, (list, tuple)):
             self.exclude_modules = set(self.exclude_modules)
         self._check_choices()
+        self._check_kinds()
         if self.target_parameters:
             raise UserError(
                 f"tensors cannot be adapted, only modules: {', '.join(self.target_parameters)}",
@@ -102,10 +104,29 @@ class NLoraConfig(PeftConfig):
         for name, alpha in {"lora_alpha": self.lora_alpha, **self.alpha_pattern}.items():
             if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
                 raise UserError(f"{alpha!r} is no scale", where=name, todo="Give a number above 0")
-        if not 0 <= self.lora_dropout < 1:
+        dropout: Any = self.lora_dropout
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
             raise UserError(f"{self.lora_dropout!r} is no share", where="lora_dropout", todo="Give a number in [0, 1)")
         if self.target_modules is not None and not self.target_modules:
             raise UserError("no module is named", where="target_modules", todo="Name modules, or leave 'all-linear'")
+
+    def _check_kinds(self) -> None:
+        for name in ("rank_pattern", "alpha_pattern"):
+            if not isinstance(getattr(self, name), dict):
+                raise UserError(
+                    f"{getattr(self, name)!r} is no mapping", where=name, todo="Map module names to numbers"
+                )
+        for name in ("target_modules", "exclude_modules"):
+            named = getattr(self, name)
+            if isinstance(named, str):
+                try:
+                    re.compile(named)
+                except re.error as error:
+                    raise UserError(
+                        f"{named!r} is no regular expression ({error})", where=name, todo="Name modules in a list"
+                    ) from error
+            elif named is not None and not (isinstance(named, set) and all(isinstance(item, str) for item in named)):
+                raise UserError(f"{named!r} names no modules", where=name, todo="Give a list of names, or one pattern")
 
     def _check_choices(self) -> None:
         for name, kind in (("init", Init), ("train", Train), ("bias", Bias)):

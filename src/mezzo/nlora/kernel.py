@@ -178,7 +178,9 @@ class _Linear(torch.autograd.Function):
         needs_x = any(A is not None and A.requires_grad for _, _, A, _ in terms)
         ctx.save_for_backward(x if needs_x else None, W, *inputs, *flat)
         ctx.scales, ctx.shape = scales, x.shape
-        return y
+        # F.linear may give a view; autograd forbids writing into a view that a function returns (ReLU(inplace=True)).
+        whole: Tensor = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+        return whole
 
     @staticmethod
     @once_differentiable

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from mezzo.core import models
 from mezzo.core.errors import UserError
@@ -23,6 +24,9 @@ from mezzo.nlora.llamacpp import export_gguf
 from mezzo.nlora.nystrom import balanced, leading_landmarks, product_norm, slices
 from mezzo.nlora.recipe import Recipe
 from mezzo.nlora.tuner import adapted_layers
+
+WEIGHTS = "adapter_model.safetensors"
+LARGEST_SHIFT = 126
 
 
 def find_adapter(path: Path) -> Path:
@@ -70,7 +74,7 @@ def load_adapter(
         UserError: no adapter there, the base is not at hand, or it is another than the adapter was trained on; all
             before weights are loaded.
     """
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
 
     config = adapter_config(path)
     name = model or _base_of(path, config)
@@ -81,14 +85,50 @@ def load_adapter(
             where=str(find_adapter(path)),
             todo="Name the right base with --model",
         )
+    tensors = _tensors(find_adapter(path))
     base, tokenizer = models.load(files, dtype=dtype, device=device)
     try:
-        return PeftModel.from_pretrained(base, str(find_adapter(path))).eval(), tokenizer, files
-    except (RuntimeError, OSError, KeyError, SafetensorError) as error:
-        first = str(error).strip().splitlines()[0]
+        model = PeftModel.from_pretrained(base, str(find_adapter(path))).eval()
+        wanted = {key for key in get_peft_model_state_dict(model) if "nlora_" in key}
+    except UserError:
+        raise
+    except (RuntimeError, OSError, KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"cannot be loaded ({first})", where=str(find_adapter(path)), todo="Copy the adapter again"
         ) from error
+    found = {key for key in tensors if "nlora_" in key}
+    for keys, said in ((wanted - found, "lacks"), (found - wanted, "holds tensors that its settings do not name:")):
+        if keys:
+            raise UserError(
+                f"{said} {min(keys)}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else ""),
+                where=str(find_adapter(path) / WEIGHTS),
+                todo="Copy the adapter again",
+            )
+    return model, tokenizer, files
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    """Returns the tensors of an adapter file, each checked by itself.
+
+    Raises:
+        UserError: no safetensors file, numbers that are not finite, or landmarks that are no indices.
+    """
+    file = folder / WEIGHTS
+    again = "Copy the adapter again"
+    try:
+        tensors: dict[str, Any] = load_file(file)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"cannot be loaded ({error})", where=str(file), todo=again) from error
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise UserError(f"{key} holds numbers that are not finite", where=str(file), todo=again)
+        landmarks = key.endswith((".nlora_rows", ".nlora_columns"))
+        if landmarks and (tensor.is_floating_point() or int(tensor.min()) < 0):
+            raise UserError(f"{key} holds no indices", where=str(file), todo=again)
+        if key.endswith(".nlora_shift") and int(tensor.abs().max()) > LARGEST_SHIFT:
+            raise UserError(f"{key} holds no power of 2 that a float32 can hold", where=str(file), todo=again)
+    return tensors
 
 
 def _base_of(path: Path, config: dict[str, Any]) -> str:
