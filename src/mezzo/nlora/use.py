@@ -88,8 +88,8 @@ def load_adapter(
     tensors = _tensors(find_adapter(path))
     base, tokenizer = models.load(files, dtype=dtype, device=device)
     try:
-        model = PeftModel.from_pretrained(base, str(find_adapter(path))).eval()
-        wanted = {key for key in get_peft_model_state_dict(model) if "nlora_" in key}
+        adapted = PeftModel.from_pretrained(base, str(find_adapter(path))).eval()
+        wanted = {key for key in get_peft_model_state_dict(adapted) if "nlora_" in key}
     except UserError:
         raise
     except (RuntimeError, OSError, KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
@@ -105,7 +105,7 @@ def load_adapter(
                 where=str(find_adapter(path) / WEIGHTS),
                 todo="Copy the adapter again",
             )
-    return model, tokenizer, files
+    return adapted, tokenizer, files
 
 
 def _tensors(folder: Path) -> dict[str, Any]:
