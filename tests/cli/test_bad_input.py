@@ -62,7 +62,6 @@ SETTINGS = {
     "no_target": (["--target-modules", "q_prj"], "'q_prj' matches no module"),
     "one_target": (["--target-modules", "q_proj,v_prj"], "'v_prj' matches no module"),
     "r_0": (["--r", "0"], "r: 0 is too small"),
-    "r_large": (["--r", "17"], "k_proj: rank 17 is above the smaller side of this 16 x 32 layer"),
     "unknown_key": (["--config", "key.yaml"], "unknown key 'learning_rat'. Did you mean 'learning_rate'"),
     "wrong_type": (["--config", "type.yaml"], "r: 'many' does not fit"),
     "no_yaml": (["--config", "none.yaml"], "none.yaml: cannot be read"),

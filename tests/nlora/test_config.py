@@ -141,3 +141,12 @@ def test_a_yaml_file_fills_the_recipe_and_flags_go_over_it(tmp_path: Path) -> No
         file.write_text(text)
         with pytest.raises(UserError, match=wanted):
             load_recipe(file)
+
+
+@pytest.mark.parametrize(("init", "kept"), [("nystrom", 8), ("nystrom_paper", 8), ("slora", 100)])
+@pytest.mark.filterwarnings("ignore:.*the paper's start changes:UserWarning")
+def test_a_rank_above_the_smaller_side_is_that_side_for_the_nystroem_starts(init: Any, kept: int) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 12))
+    model = get_peft_model(net, NLoraConfig(r=100, init=init, target_modules=["0"]))
+    shapes = {key.split(".nlora_")[1][0]: tuple(v.shape) for key, v in model.named_parameters() if ".nlora_" in key}
+    assert shapes == {"A": (kept, 8), "N": (kept, kept), "B": (12, kept)}

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import get_peft_model
+from peft.utils import SAFETENSORS_WEIGHTS_NAME as WEIGHTS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mezzo.core.errors import UserError
 from mezzo.nlora import NLoraConfig
-from mezzo.nlora.use import WEIGHTS, load_adapter
+from mezzo.nlora.use import load_adapter
 from tests.nlora import laws
 
 Tensors = dict[str, Tensor]

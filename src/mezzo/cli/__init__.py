@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 import warnings
@@ -14,6 +15,8 @@ from mezzo import __version__
 from mezzo.core.errors import UserError
 
 INTERRUPTED = 130
+OPTIONAL = ("torchao", "bitsandbytes", "torch.utils._pytree")
+"""Loggers that warn at import of what this machine lacks; errors still come through."""
 
 
 class Rooms(click.Group):
@@ -49,15 +52,12 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft|trl")  # theirs to mend
+    for library in OPTIONAL:  # transformers and peft import them wherever they are installed, used or not
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         code = mezzo.main(prog_name="mezzo", standalone_mode=False)
     except UserError as error:
         click.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        click.echo(f"error: {error.filename}: {error.strerror}. Choose another place.", err=True)
         sys.exit(2)
     except click.ClickException as error:
         error.show()

@@ -8,7 +8,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +44,24 @@ def atomic(path: Path) -> Iterator[Path]:
             todo="Free some space or choose another place; nothing was changed",
         ) from error
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a parent that is a file, too long a name: the error above says it
+            if temporary.is_dir():
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                temporary.unlink(missing_ok=True)
 
 
 def check_free(path: Path, todo: str = "Choose another --out, or remove it") -> None:
     """Checks that a folder can be made at `path`: nothing is there, or an empty folder.
 
     Raises:
-        UserError: something is there.
+        UserError: something is there, or the place cannot be read.
     """
-    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+    try:
+        taken = path.is_file() or (path.is_dir() and any(path.iterdir()))
+    except OSError as error:
+        raise UserError(f"cannot be used: {error.strerror}", where=str(path), todo="Choose another --out") from error
+    if taken:
         raise UserError("already holds files", where=str(path), todo=todo)
 
 

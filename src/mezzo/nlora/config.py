@@ -102,10 +102,9 @@ class NLoraConfig(PeftConfig):
         if self.lora_alpha is None:
             self.lora_alpha = float(self.r)
         for name, alpha in {"lora_alpha": self.lora_alpha, **self.alpha_pattern}.items():
-            if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
+            if not (_is_number(alpha) and 0 < alpha < math.inf):
                 raise UserError(f"{alpha!r} is no scale", where=name, todo="Give a number above 0")
-        dropout: Any = self.lora_dropout
-        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        if not (_is_number(self.lora_dropout) and 0 <= self.lora_dropout < 1):
             raise UserError(f"{self.lora_dropout!r} is no share", where="lora_dropout", todo="Give a number in [0, 1)")
         if self.target_modules is not None and not self.target_modules:
             raise UserError("no module is named", where="target_modules", todo="Name modules, or leave 'all-linear'")
@@ -144,6 +143,10 @@ class NLoraConfig(PeftConfig):
     def rank_and_scale(self, rank: int, alpha: float) -> tuple[int, float]:
         """Returns a module's rank and the factor s of its product, alpha / r or alpha / sqrt(r)."""
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_rank(rank: Any, where: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -270,7 +271,7 @@ def _write(out: Path, changes: Changes, files: models.ModelFiles | None, name: A
     with atomic(out) as temporary:
         temporary.mkdir()
         try:
-            save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+            save_file(tensors, temporary / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
         except SafetensorError as error:  # a full disk comes as this, not as OSError
             raise UserError(
                 f"cannot be written ({first_line(error)})", where=str(out), todo="Free some space"

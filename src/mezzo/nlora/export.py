@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
@@ -85,7 +86,7 @@ def export_lora(model: Any, out: Path, *, rank: Rank = "exact", adapter: str = "
     )  # fmt: skip
     with atomic(out) as temporary:
         temporary.mkdir()
-        save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, temporary / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
         lora.save_pretrained(str(temporary))
     limits = serving_limits(tensors, largest)
     return {"rank": largest, "modules": len(ranks), "relative_error": worst, "vllm": limits}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -50,7 +51,7 @@ class Lora:
         Raises:
             UserError: a number in it is not finite.
         """
-        file = self.folder / "adapter_model.safetensors"
+        file = self.folder / SAFETENSORS_WEIGHTS_NAME
         A, B = (tensor_in(file, f"base_model.model.{module}.lora_{side}.weight") for side in "AB")
         one = torch.eye(self.ranks[module], dtype=torch.float64)
         return Factors(B.double(), one, A.double(), self.scales[module])
@@ -63,7 +64,7 @@ def read_lora(folder: Path) -> Lora:
         UserError: a damaged file, another method, a variant that is no plain product, unknown or unfit tensors.
     """
     config = _settings(folder)
-    file = folder / "adapter_model.safetensors"
+    file = folder / SAFETENSORS_WEIGHTS_NAME
     if not file.is_file():
         raise UserError(
             "is missing", where=str(file), todo="Save the adapter as safetensors (PEFT: save_pretrained does so)"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -25,8 +26,8 @@ from mezzo.nlora.nystrom import balanced, leading_landmarks, product_norm, slice
 from mezzo.nlora.recipe import Recipe
 from mezzo.nlora.tuner import adapted_layers
 
-WEIGHTS = "adapter_model.safetensors"
 LARGEST_SHIFT = 126
+"""Of the exponent k of 2^k, so that 2^k and 2^-k are float32 numbers with all their digits."""
 
 
 def find_adapter(path: Path) -> Path:
@@ -71,8 +72,9 @@ def load_adapter(
         device: where to.
 
     Raises:
-        UserError: no adapter there, the base is not at hand, or it is another than the adapter was trained on; all
-            before weights are loaded.
+        UserError: no adapter there, its tensors are damaged, the base is not at hand, or it is another than the
+            adapter was trained on: all before the base's weights are loaded; and after that, where the adapter does
+            not fit the base or the file lacks tensors.
     """
     from peft import PeftModel, get_peft_model_state_dict
 
@@ -85,7 +87,7 @@ def load_adapter(
             where=str(find_adapter(path)),
             todo="Name the right base with --model",
         )
-    tensors = _tensors(find_adapter(path))
+    found = {key for key in _tensors(find_adapter(path)) if "nlora_" in key}
     base, tokenizer = models.load(files, dtype=dtype, device=device)
     try:
         adapted = PeftModel.from_pretrained(base, str(find_adapter(path))).eval()
@@ -97,12 +99,11 @@ def load_adapter(
         raise UserError(
             f"cannot be loaded ({first})", where=str(find_adapter(path)), todo="Copy the adapter again"
         ) from error
-    found = {key for key in tensors if "nlora_" in key}
     for keys, said in ((wanted - found, "lacks"), (found - wanted, "holds tensors that its settings do not name:")):
         if keys:
             raise UserError(
                 f"{said} {min(keys)}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else ""),
-                where=str(find_adapter(path) / WEIGHTS),
+                where=str(find_adapter(path) / SAFETENSORS_WEIGHTS_NAME),
                 todo="Copy the adapter again",
             )
     return adapted, tokenizer, files
@@ -114,7 +115,7 @@ def _tensors(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: no safetensors file, numbers that are not finite, or landmarks that are no indices.
     """
-    file = folder / WEIGHTS
+    file = folder / SAFETENSORS_WEIGHTS_NAME
     again = "Copy the adapter again"
     try:
         tensors: dict[str, Any] = load_file(file)
