@@ -69,7 +69,7 @@ SETTINGS = {
     "no_config": (["--model", "noconfig"], "holds no config.json"),
     "cut_gguf": (["--model", "cut.gguf"], "is cut off"),
     "used_out": (["--out", "used"], "used: already holds files"),
-    "init": (["--init", "svd"], "init: unknown value 'svd'"),
+    "init": (["--init", "svd"], "init: 'svd' does not fit"),
     "dead_mode": (["--init", "slora", "--train", "middle"], "training N alone changes nothing"),
     "rate": (["--learning-rate", "-1"], "learning_rate: -1.0 is not above 0"),
     "dtype": (["--dtype", "int4"], "unknown dtype 'int4'"),

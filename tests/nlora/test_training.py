@@ -90,7 +90,7 @@ def test_a_finished_run_is_scored_inspected_exported_and_answers(
     assert {score["name"] for score in result["after"]} == {"exact match", "token loss", "perplexity"}
     assert (run / "report.html").stat().st_size > 10_000
     again = run_job(Recipe(**Run.open(run).config), run, Quiet(), resume=True)
-    assert again["after"] == result["after"]
+    assert again == json.loads(json.dumps(result))
     assert len(losses(run)) == 50
     common: dict[str, Any] = {"shape": None, "max_new_tokens": 4, "model": None, "base": True, "screen": Quiet()}
     scores = use.score_run(run, data=None, rows=5, **common)
@@ -112,6 +112,30 @@ def test_a_finished_run_is_scored_inspected_exported_and_answers(
     torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, atol=1e-5, rtol=1e-4)
     with pytest.raises(UserError, match="already holds files"):
         use.export_run(run, to="lora", out=tmp_path / "merged", rank="exact", model=None)
+
+
+@pytest.mark.parametrize("train", ["all", "middle"])
+def test_a_run_stopped_after_its_last_step_trains_no_more(
+    train: str, model_folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(rows.read_text().splitlines(keepends=True)[:40]))
+    asked = recipe(model_folder, few, steps=4, batch_size=2, train=train)
+    run_job(asked, tmp_path / "run", Quiet())
+    before, curve = (tmp_path / "run/adapter/adapter_model.safetensors").read_bytes(), losses(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    (tmp_path / "run" / "result.json").unlink()
+    Run.open(tmp_path / "run").finish("interrupted")
+    run_job(asked, tmp_path / "run", Quiet(), resume=True)
+    assert (tmp_path / "run/adapter/adapter_model.safetensors").read_bytes() == before
+    assert losses(tmp_path / "run") == curve
+
+
+def test_a_finished_run_is_exported_by_its_own_command(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    asked = recipe(model_folder, rows, steps=2)
+    run_job(asked, tmp_path / "run", Quiet())
+    with pytest.raises(UserError, match=r"finished, without an export.*mezzo nlora export"):
+        run_job(asked, tmp_path / "run", Quiet(), resume=True, export=True)
 
 
 def start(model: Path, rows: Path, out: Path, *words: str) -> subprocess.Popen[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from peft.utils import SAFETENSORS_WEIGHTS_NAME as WEIGHTS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -47,7 +47,10 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "no A": (without("nlora_A"), r"lacks \S*nlora_A"),
     "no N": (without("nlora_N"), r"lacks \S*nlora_N"),
     "no landmarks": (without("nlora_rows"), r"lacks \S*nlora_rows"),
-    "another's tensor": (lambda t: t | {"base_model.model.foo.nlora_A": torch.zeros(2)}, r"settings do not name"),
+    "another's tensor": (
+        lambda t: t | {"base_model.model.foo.nlora_A": torch.zeros(2)},
+        r"the file holds \S*foo.nlora_A, for which the settings .* make no place",
+    ),
     "NaN": (with_("nlora_N", lambda v: v * float("nan")), r"nlora_N holds numbers that are not finite"),
     "inf": (with_("nlora_B", lambda v: v + float("inf")), r"nlora_B holds numbers that are not finite"),
     "landmarks as numbers": (with_("nlora_rows", lambda v: v.float()), r"nlora_rows holds no indices"),
@@ -87,6 +90,16 @@ def test_a_damaged_setting_is_named(
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     with pytest.raises(UserError, match=field):
         load_adapter(tmp_path / "a", model=str(model_folder))
+
+
+@pytest.mark.parametrize("edited", [{"init": "slora"}, {"init": "nystrom_paper"}, {"train": "middle"}], ids=str)
+def test_peft_itself_refuses_tensors_of_another_mode(
+    edited: dict[str, str], adapter: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    file = shutil.copytree(adapter, tmp_path / "a") / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | edited))
+    with pytest.raises(UserError, match=r"for which the settings .* make no place"):
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), str(tmp_path / "a"))
 
 
 def test_a_whole_adapter_loads(adapter: Path, model_folder: Path) -> None:

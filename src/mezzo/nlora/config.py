@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, Literal
 
 from peft import PeftConfig
 
 from mezzo.core.errors import UserError
+from mezzo.core.fields import check_fields
 
 Init = Literal["nystrom", "nystrom_paper", "slora"]
 Train = Literal["all", "middle"]
 Bias = Literal["none", "all", "nlora_only", "lora_only"]
 
 
-class MethodName(StrEnum):
+class MethodName(str, Enum):  # noqa: UP042  # PEFT reads "NLORA" off str(), as "MethodName.NLORA"
     """The name under which PEFT's tables know the method; an enum, as PEFT's own are."""
 
     NLORA = "NLORA"
@@ -84,37 +85,46 @@ class NLoraConfig(PeftConfig):
         """Checks every field."""
         super().__post_init__()
         self.peft_type = MethodName.NLORA
-        if isinstance(self.target_modules, (list, tuple)):
-            self.target_modules = set(self.target_modules)
-        if isinstance(self.exclude_modules, (list, tuple)):
-            self.exclude_modules = set(self.exclude_modules)
-        self._check_choices()
-        self._check_kinds()
+        for name in ("layers_to_transform", "layers_pattern", "modules_to_save", "target_parameters"):
+            if isinstance(getattr(self, name), (tuple, set, range)):
+                setattr(self, name, list(getattr(self, name)))
+        for name in ("target_modules", "exclude_modules"):
+            if isinstance(getattr(self, name), tuple):
+                setattr(self, name, list(getattr(self, name)))
+        check_fields(self, OWN)
+        for name in ("target_modules", "exclude_modules"):
+            if isinstance(getattr(self, name), list):
+                setattr(self, name, set(getattr(self, name)))
+        self._check_values()
+        self._check_patterns()
+
+    def _check_values(self) -> None:
+        if self.init == "slora" and self.train == "middle":
+            raise UserError(
+                "slora starts with B = 0, so training N alone changes nothing",
+                where="train = middle",
+                todo="Use init = nystrom with train = middle (IntTune), or init = slora with train = all",
+            )
         if self.target_parameters:
             raise UserError(
                 f"tensors cannot be adapted, only modules: {', '.join(self.target_parameters)}",
                 where="target_parameters",
                 todo="Leave it out; adapt the model's linear layers (the attention of a mixture-of-experts model)",
             )
-        _check_rank(self.r, "r")
-        for name, rank in self.rank_pattern.items():
-            _check_rank(rank, f"rank_pattern[{name!r}]")
+        for name, rank in {"r": self.r, **_each("rank_pattern", self.rank_pattern)}.items():
+            if rank < 1:
+                raise UserError(f"{rank} is no rank", where=name, todo="Give a whole number of 1 or more")
         if self.lora_alpha is None:
             self.lora_alpha = float(self.r)
-        for name, alpha in {"lora_alpha": self.lora_alpha, **self.alpha_pattern}.items():
-            if not (_is_number(alpha) and 0 < alpha < math.inf):
+        for name, alpha in {"lora_alpha": self.lora_alpha, **_each("alpha_pattern", self.alpha_pattern)}.items():
+            if not 0 < alpha < math.inf:
                 raise UserError(f"{alpha!r} is no scale", where=name, todo="Give a number above 0")
-        if not (_is_number(self.lora_dropout) and 0 <= self.lora_dropout < 1):
+        if not 0 <= self.lora_dropout < 1:
             raise UserError(f"{self.lora_dropout!r} is no share", where="lora_dropout", todo="Give a number in [0, 1)")
         if self.target_modules is not None and not self.target_modules:
             raise UserError("no module is named", where="target_modules", todo="Name modules, or leave 'all-linear'")
 
-    def _check_kinds(self) -> None:
-        for name in ("rank_pattern", "alpha_pattern"):
-            if not isinstance(getattr(self, name), dict):
-                raise UserError(
-                    f"{getattr(self, name)!r} is no mapping", where=name, todo="Map module names to numbers"
-                )
+    def _check_patterns(self) -> None:
         for name in ("target_modules", "exclude_modules"):
             named = getattr(self, name)
             if isinstance(named, str):
@@ -124,31 +134,15 @@ class NLoraConfig(PeftConfig):
                     raise UserError(
                         f"{named!r} is no regular expression ({error})", where=name, todo="Name modules in a list"
                     ) from error
-            elif named is not None and not (isinstance(named, set) and all(isinstance(item, str) for item in named)):
-                raise UserError(f"{named!r} names no modules", where=name, todo="Give a list of names, or one pattern")
-
-    def _check_choices(self) -> None:
-        for name, kind in (("init", Init), ("train", Train), ("bias", Bias)):
-            if getattr(self, name) not in get_args(kind):
-                raise UserError(
-                    f"unknown value {getattr(self, name)!r}", where=name, todo=f"Use one of {', '.join(get_args(kind))}"
-                )
-        if self.init == "slora" and self.train == "middle":
-            raise UserError(
-                "slora starts with B = 0, so training N alone changes nothing",
-                where="train = middle",
-                todo="Use init = nystrom with train = middle (IntTune), or init = slora with train = all",
-            )
 
     def rank_and_scale(self, rank: int, alpha: float) -> tuple[int, float]:
         """Returns a module's rank and the factor s of its product, alpha / r or alpha / sqrt(r)."""
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+OWN = tuple(item.name for item in fields(NLoraConfig) if item.name not in {f.name for f in fields(PeftConfig)})
+"""The fields that PeftConfig does not have itself."""
 
 
-def _check_rank(rank: Any, where: str) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise UserError(f"{rank!r} is no rank", where=where, todo="Give a whole number of 1 or more")
+def _each(field_name: str, pattern: dict[str, Any]) -> dict[str, Any]:
+    return {f"{field_name}[{key!r}]": value for key, value in pattern.items()}

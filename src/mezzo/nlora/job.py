@@ -135,6 +135,8 @@ def run_job(recipe: Recipe, out: Path, screen: Screen, *, resume: bool = False, 
     """
     _check_processes()
     run = Run.open(out) if resume else None
+    if run is not None and run.manifest.get("status") == "done":
+        return _finished(run, screen, export=export)
     if run is None:
         check_free(out, "Choose another --out, or go on with --resume")
     made = prepare(recipe)
@@ -159,6 +161,18 @@ def run_job(recipe: Recipe, out: Path, screen: Screen, *, resume: bool = False, 
             todo = "Free some space, then go on with --resume"
             raise UserError("no space left on the disk", where=str(out), todo=todo) from error
         raise
+
+
+def _finished(run: Run, screen: Screen, *, export: bool) -> dict[str, Any]:
+    result: dict[str, Any] = run.read("result")
+    if export and "export" not in result:
+        raise UserError(
+            "this run is finished, without an export",
+            where=str(run.path),
+            todo=f"Export it: mezzo nlora export {run.path} --out {run.path}/lora",
+        )
+    screen.say("This run is finished; nothing is left to do.")
+    return result
 
 
 def _check_processes() -> None:
@@ -212,8 +226,8 @@ def _stages(recipe: Recipe, made: Prepared, run: Run, screen: Screen, *, resume:
         result["after"] = [score.to_dict() for score in after.scores()]
         result["difference"] = [score.to_dict() for score in differences(before, after)]
     result |= {"seconds": round(watch.seconds, 1), "peak_bytes": peak_bytes()}
-    run.write("result", result)
     result["report"] = str(_report(run, recipe, made, before, after, result))
+    run.write("result", result)
     run.finish("done")
     return result
 

@@ -5,8 +5,8 @@
     add_        y + scale B N u, in place where that is safe
     linear      all of them with a frozen linear layer, for one adapter: the common case, in one pass of backward
 
-Each is an autograd function; the first three have plain operations of the same meaning beside them, for compilers and
-odd strides.
+Each is an autograd function; the first three have plain operations of the same meaning beside them, for compilers,
+torch.func and odd strides.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
+def traced() -> bool:
+    """Returns whether a compiler or a transform of torch.func looks on, which wants plain operations."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def project(x: Float[Tensor, "... in"], A: Float[Tensor, "r in"]) -> Float[Tensor, "... r"]:
     """Returns A x in A's dtype (autocast's, where it is on). Keeps x as it is for backward: no cast copy."""
-    if x.dtype == A.dtype or _autocast(x) is not None or torch.compiler.is_compiling():
+    if x.dtype == A.dtype or _autocast(x) is not None or traced():
         return F.linear(x if _autocast(x) is not None else x.to(A.dtype), A)
     u: Tensor = _Project.apply(x, A)
     return u
@@ -34,7 +39,7 @@ def tap(
     y: Float[Tensor, "... out"], rows: Int[Tensor, " r"], bias: Float[Tensor, " out"] | None
 ) -> tuple[Float[Tensor, "... out"], Float[Tensor, "... r"]]:
     """Returns y and the landmark outputs (y - bias)[rows]. In backward both gradients meet in one pass."""
-    if torch.compiler.is_compiling() or not y.requires_grad:
+    if traced() or not y.requires_grad:
         h = y.index_select(-1, rows)
         return y, h if bias is None else h - bias.index_select(0, rows)
     tapped: tuple[Tensor, Tensor] = _Tap.apply(y, rows, bias)
@@ -50,7 +55,7 @@ def add_(
 ) -> Float[Tensor, "... out"]:
     """Returns y + scale B N u in y's dtype, written into y where y is contiguous. Keeps u, N and B for backward."""
     kind = _autocast(y) or B.dtype
-    if torch.compiler.is_compiling() or not y.is_contiguous():
+    if traced() or not y.is_contiguous():
         v = F.linear(u.to(kind), N.to(kind) * scale)
         return y + F.linear(v, B.to(kind)).to(y.dtype)
     with nullcontext() if _autocast(y) is None else torch.autocast(y.device.type, enabled=False):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from mezzo.core.errors import UserError
-from mezzo.nlora.kernel import linear, project
+from mezzo.nlora.base import watched
+from mezzo.nlora.kernel import linear, project, traced
 from mezzo.nlora.layer import NLoraLayer
 from mezzo.nlora.quantised import backend_of
 
@@ -41,12 +42,12 @@ class NLoraLinear(NLoraLayer):
     def _fused(self, x: Tensor, name: str) -> Tensor | None:
         """Returns y' from one pass over a plain frozen linear layer, or None where that is not what stands here."""
         base = self.base_layer
-        if type(base) is not nn.Linear or torch.compiler.is_compiling():
+        if type(base) is not nn.Linear or traced():
             return None
         W = base.weight
         plain = type(W) is nn.Parameter and not W.requires_grad and not hasattr(W, "ds_id")
         alike = x.dtype == W.dtype == self.nlora_N[name].dtype and not torch.is_autocast_enabled(x.device.type)
-        if not (plain and alike) or base._forward_hooks or base._forward_pre_hooks or self.dropout[name]:
+        if not (plain and alike) or watched(base) or self.dropout[name]:
             return None
         return linear(x, W, base.bias, self._products(name))
 

@@ -1,4 +1,4 @@
-"""The adapted layers: forward, mixed batches, merge, unmerge. The base weight is read, never written but by `merge`.
+"""The adapted layers: starts, forward, mixed batches. The base weight is read, never written.
 
 `NLoraLayer` is the life of adapters on one layer, for a base seen as a matrix W (out x in). Its children in kinds.py
 know how their kind stores W.
@@ -14,13 +14,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import gather_params_ctx
 from torch import Tensor, nn
 
+from mezzo.core.errors import UserError
+from mezzo.nlora.base import plain_weight, stamp, watched
 from mezzo.nlora.config import NLoraConfig
 from mezzo.nlora.factors import Factors
-from mezzo.nlora.kernel import Product, add_, tap
+from mezzo.nlora.kernel import Product, add_, tap, traced
+from mezzo.nlora.merging import MergingLayer
 from mezzo.nlora.nystrom import middle_gain, row_norms, slices, start_of
 from mezzo.nlora.quantised import backend_of, dequantised
 
@@ -28,7 +31,7 @@ LARGE_START = 0.15
 """Share of the weight above which a start that is not the base model is worth a warning."""
 
 
-class NLoraLayer(nn.Module, BaseTunerLayer):
+class NLoraLayer(nn.Module, MergingLayer):
     """A layer y = W x + b with any number of NLoRA adapters on it.
 
     With C = W[:, J] and R = W[I, :], the landmark outputs h = (y - b)[I] = R x come from the base layer's own output:
@@ -40,6 +43,8 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
 
     Where the base's output is not W x + b up to rounding (dropout on the adapter's input, quantised kernels, another
     method's adapter inside), h is R x itself and R is held too.
+
+    C and R are those of the base weight as it is now: where that is trained or loaded anew, they follow it.
 
     A Nyström layer's rank is at most its smaller side, where the product already reaches every change of W.
 
@@ -64,11 +69,9 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
         self.gain: dict[str, int] = {}
         self.shift: dict[str, int] = {}
         self.dropout: dict[str, float] = {}
-        self.merged_adapters: list[str] = []
-        self.merge_error = 0.0
-        """Rounding of the last merge, as a share of the change (Frobenius norms)."""
-        self._unmerged: Any = None  # the base's weight (or the quantised base) while adapters are merged
-        self._sliced: dict[str, tuple[Tensor, Tensor]] = {}  # the landmarks that C, G and R were made for
+        self._start_unmerged()
+        # The landmarks that C, G and R were made for, and the stamp of the weight.
+        self._sliced: dict[str, tuple[Tensor, Tensor, object]] = {}
         self._disable_adapters = False
         self._active_adapter = adapter_name
         self.quantization_backend = backend_of(self.get_base_layer())
@@ -84,10 +87,6 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
         """Returns W (out x in) as a view of the weight as the base stores it."""
         raise NotImplementedError
 
-    def _stored(self, W: Tensor) -> Tensor:
-        """Returns a matrix W in the shape in which the base stores its weight."""
-        raise NotImplementedError
-
     def _project(self, x: Tensor, A: Tensor) -> Tensor:
         """Returns A x, r numbers a token (or place) in the last dimension."""
         raise NotImplementedError
@@ -99,7 +98,7 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
         """Adds the adapter `name` (or starts it anew) with rank r and factor `scale`; `key` is the module's name."""
         if config.init != "slora":
             r = min(r, self.in_features, self.out_features)
-        self._forget(name)
+        self.forget(name)
         self.r[name], self.scaling[name], self.dropout[name] = r, scale, config.lora_dropout
         self.gain[name] = self.shift[name] = 0
         weight: Any = getattr(self.get_base_layer(), "weight", None)
@@ -122,7 +121,8 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
         self._keep(name, Factors(B, N, A))
         self.set_adapter(self.active_adapters)
 
-    def _forget(self, name: str) -> None:
+    def forget(self, name: str) -> None:
+        """Removes all that is kept for an adapter; which adapters are active stays as it is."""
         for table in (*self.adapter_layer_names, *self.other_param_names):
             if name in getattr(self, table):
                 del getattr(self, table)[name]
@@ -132,7 +132,7 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
     def delete_adapter(self, adapter_name: str) -> None:
         """Removes the adapter and all that was kept for it."""
         super().delete_adapter(adapter_name)
-        self._forget(adapter_name)
+        self.forget(adapter_name)
 
     def _start_random(self, name: str, r: int, dtype: torch.dtype) -> None:
         A, N = torch.empty(r, self.in_features), torch.empty(r, r)
@@ -142,7 +142,18 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
 
     def _start_slices(self, name: str, config: NLoraConfig, W: Tensor, key: str) -> Factors:
         middle = config.train == "middle"
-        start = start_of(W, self.r[name], self.scaling[name], offset=config.init == "nystrom", only_middle=middle)
+        try:
+            start = start_of(W, self.r[name], self.scaling[name], offset=config.init == "nystrom", only_middle=middle)
+        except ValueError as error:
+            raise UserError(
+                str(error), where=key, todo="Leave it out with exclude_modules, or use init = slora"
+            ) from error
+        if start.empty:
+            warnings.warn(
+                f"{key}: the weight is zero, and so is all that is taken of it: this layer will not learn. "
+                "Leave it out with exclude_modules, or use init = slora",
+                stacklevel=2,
+            )
         if start.change > LARGE_START:
             warnings.warn(
                 f"{key}: the paper's start changes this weight by {start.change:.0%} before the first step; "
@@ -196,14 +207,18 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
         self.gain[name] = middle_gain(slices(W, rows, columns, self.scaling[name]), float(row_norms(W).norm()))
 
     def refresh_slices(self) -> None:
-        """Makes C, G and R anew for every adapter whose landmarks are not those they were made for."""
+        """Makes C, G and R anew for every adapter whose landmarks or weight are not those they were made for."""
         for name, rows in self.nlora_rows.items():
             columns, known = self.nlora_columns[name], self._sliced.get(name)
             if name in self.nlora_shift and not self.nlora_shift[name].is_meta:
                 self.shift[name] = int(self.nlora_shift[name])
-            if rows.is_meta or (known and torch.equal(known[0], rows.cpu()) and torch.equal(known[1], columns.cpu())):
-                continue
-            self._slice(name, self.original_weight())
+            same = known and torch.equal(known[0], rows.cpu()) and torch.equal(known[1], columns.cpu())
+            if not rows.is_meta and (not same or self._outdated(name)):
+                self._slice(name, self.original_weight())
+
+    def _outdated(self, name: str) -> bool:
+        now = None if self.quantization_backend or self._unmerged is not None else stamp(self.get_base_layer())
+        return now is not None and name in self._sliced and now != self._sliced[name][2]
 
     def _slice(self, name: str, W: Tensor, raw: Factors | None = None) -> None:
         if name not in self.nlora_rows:
@@ -211,14 +226,34 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
         rows, columns = self.nlora_rows[name], self.nlora_columns[name]
         if name in self.nlora_shift:
             self.shift[name] = 0 if self.nlora_shift[name].is_meta else int(self.nlora_shift[name])
-        raw, kind = raw or slices(W, rows.to(W.device), columns.to(W.device)), self.nlora_N[name].dtype
+        self._hold(name, raw or slices(W, rows.to(W.device), columns.to(W.device)))
+        if not W.is_meta and not rows.is_meta:
+            self._sliced[name] = (rows.cpu().clone(), columns.cpu().clone(), stamp(self.get_base_layer()))
+
+    def _hold(self, name: str, raw: Factors) -> None:
+        kind = self.nlora_N[name].dtype
         self.nlora_C[name] = raw.B.to(kind)
         if name in self.nlora_shift:
             self.nlora_G[name] = raw.N.to(kind)
         if self.dropout[name] or self._inexact():
             self.nlora_R[name] = raw.A.to(kind)
-        if not W.is_meta and not rows.is_meta:
-            self._sliced[name] = (rows.cpu().clone(), columns.cpu().clone())
+
+    def _now(self, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns C, G and R of the base weight as it is now; with gradients to it where it is trained."""
+        weight = None if self.quantization_backend else plain_weight(self.get_base_layer())
+        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+            raw, kind = (
+                slices(self._matrix(weight), self.nlora_rows[name], self.nlora_columns[name]),
+                self.nlora_N[name],
+            )
+            return raw.B.to(kind), raw.N.to(kind), raw.A.to(kind)
+        if not traced() and self._outdated(name):
+            with torch.no_grad():
+                self._hold(name, slices(self.original_weight(), self.nlora_rows[name], self.nlora_columns[name]))
+            known = self._sliced[name]
+            self._sliced[name] = (known[0], known[1], stamp(self.get_base_layer()))
+        G, R = (held[name] if name in held else None for held in (self.nlora_G, self.nlora_R))  # noqa: SIM401  # no get
+        return self.nlora_C[name], G, R
 
     def _inexact(self) -> bool:
         """Returns whether the base's output is not W x + b up to rounding."""
@@ -277,10 +312,10 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
 
     def _own(self, y: Tensor) -> Tensor:
         """Returns y, or a copy where what follows must not write into it."""
-        if torch.compiler.is_compiling():
+        if traced():
             return y
-        watched = self.quantization_backend is not None or getattr(self.base_layer, "_forward_hooks", None)
-        return y.clone() if watched or (y.requires_grad and y._is_view()) else y
+        kept = self.quantization_backend is not None or watched(self.base_layer)
+        return y.clone() if kept or (y.requires_grad and y._is_view()) else y
 
     def _mixed(self, x: Tensor, y: Tensor, names: Sequence[str]) -> Tensor:
         if self.merged or self.disable_adapters:
@@ -310,75 +345,18 @@ class NLoraLayer(nn.Module, BaseTunerLayer):
 
     def _products(self, name: str) -> list[Product]:
         N, s = self.nlora_N[name], self.scaling[name]
+        products = []
+        if name in self.nlora_A:
+            products.append(Product(s, N, self.nlora_B[name], self.nlora_A[name]))
+            if name not in self.nlora_shift:
+                return products
+        C, G, R = self._now(name)
         direct = name in self.nlora_R and (self.training or self._inexact())
-        R = self.nlora_R[name] if direct else None
-        rows = self.nlora_rows[name] if name in self.nlora_rows and not direct else None
-        if name not in self.nlora_A:
-            return [Product(s * 2.0 ** self.gain[name], N, self.nlora_C[name], R, rows)]
-        products = [Product(s, N, self.nlora_B[name], self.nlora_A[name])]
-        if name in self.nlora_shift:
-            products.append(Product(-s * 2.0 ** self.shift[name], self.nlora_G[name], self.nlora_C[name], R, rows))
-        return products
-
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds the adapters' change to the base weight. The weight as it was is kept, so `unmerge` is exact.
-
-        A quantised base is replaced by a plain linear layer with the dequantised weight; `merge_error` tells the
-        rounding made, as a share of the change.
-
-        Args:
-            safe_merge: refuse to merge a change that is not finite.
-            adapter_names: which adapters; None: the active ones.
-
-        Raises:
-            ValueError: `safe_merge` and the merged weight is not finite.
-        """
-        if not (names := [name for name in check_adapters_to_merge(self, adapter_names) if name in self.nlora_N]):
-            return
-        original = self.original_weight()
-        change = sum((self.change(name) for name in [*self.merged_adapters, *names]), torch.zeros(()))
-        exact = original.float() + change
-        if safe_merge and not bool(torch.isfinite(exact).all()):
-            raise ValueError(f"NaNs detected in the merged weights. The adapters {names} seem to be broken")
-        merged = exact.to(original.dtype if self.quantization_backend is None else self.float_dtype)
-        size = float(change.norm())
-        self.merge_error = float((merged.float() - exact).norm()) / size if size else 0.0
-        self._swap_in(self._stored(merged).contiguous())
-        self.merged_adapters.extend(names)
-
-    def _swap_in(self, stored: Tensor) -> None:
-        base: Any = self.get_base_layer()
-        holder = self._holder()
-        if self.quantization_backend is not None:
-            bias = getattr(base, "bias", None)
-            plain = nn.Linear(self.in_features, self.out_features, bias=bias is not None, device="meta")
-            plain.weight = nn.Parameter(stored, requires_grad=False)
-            if bias is not None:
-                plain.bias = nn.Parameter(bias.detach().to(stored.dtype), requires_grad=False)
-            self._unmerged = base if self._unmerged is None else self._unmerged
-            holder.base_layer = plain
-            return
-        self._unmerged = base.weight if self._unmerged is None else self._unmerged
-        base.weight = nn.Parameter(stored, requires_grad=self._unmerged.requires_grad)
-
-    def _holder(self) -> Any:
-        """Returns the innermost tuner layer, whose base_layer is the base itself."""
-        holder: Any = self
-        while isinstance(holder.base_layer, BaseTunerLayer):
-            holder = holder.base_layer
-        return holder
-
-    def unmerge(self) -> None:
-        """Puts the base weight back, bit for bit."""
-        if self._unmerged is None:
-            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
-            return
-        if self.quantization_backend is not None:
-            self._holder().base_layer = self._unmerged
-        else:
-            self.get_base_layer().weight = self._unmerged
-        self._unmerged = None
-        self.merged_adapters.clear()
+        rest = (C, R if direct else None, None if direct else self.nlora_rows[name])
+        if products:
+            assert G is not None  # noqa: S101  # it is held wherever there is a shift
+            return [*products, Product(-s * 2.0 ** self.shift[name], G, *rest)]
+        return [Product(s * 2.0 ** self.gain[name], N, *rest)]
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """Returns True: the change is additive."""

@@ -18,6 +18,9 @@ TAU = 0.1
 """Size of the starting product in Mezzo's form, as a share of the weight: norm(s B N A) / norm(W)."""
 
 
+LARGEST = 2.0**40
+"""Largest entry size (and 1 / smallest) of a weight that rows and columns of it can start an adapter of."""
+
 SAMPLED_ROWS = 512
 """Rows that a norm is measured on, at most, where only its size matters."""
 
@@ -38,6 +41,8 @@ class Start:
     """c of the trained middle, see `middle_gain`."""
     change: float = 0.0
     """norm(s B N A) / norm(W) where nothing is subtracted."""
+    empty: bool = False
+    """Whether the weight is zero, as far as its norm tells."""
 
 
 def start_of(W: Float[Tensor, "out in"], r: int, scale: float, *, offset: bool, only_middle: bool = False) -> Start:
@@ -45,21 +50,29 @@ def start_of(W: Float[Tensor, "out in"], r: int, scale: float, *, offset: bool, 
 
     With `only_middle`, for an adapter that trains N alone, the factors are the raw slices. Of a weight that holds no
     numbers (meta) it has the shapes alone.
+
+    Raises:
+        ValueError: entries that are not finite, or so large or small that their products leave float32's range.
     """
     rows, columns = (index.to(W.device) for index in leading_landmarks(r))
     norms = torch.zeros(1) if W.is_meta else row_norms(W)
     if offset and not W.is_meta:
         rows, columns = largest_landmarks(W, norms, r)
     raw, norm = slices(W, rows, columns, scale), float(norms.norm())
+    entry = norm / math.sqrt(W.numel())
+    if norm != 0 and not 1 / LARGEST < entry < LARGEST:
+        raise ValueError(
+            f"the weight's entries are of size {entry:.3g}: rows and columns of it cannot start an adapter"
+        )
     if W.is_meta:
         return Start(rows, columns, raw, raw, torch.zeros_like(raw.N))
     if not offset:
         change = scale * product_norm(raw.B, raw.N, raw.A) / norm if norm else 0.0
-        return Start(rows, columns, raw, raw, raw.N, change=change)
+        return Start(rows, columns, raw, raw, raw.N, change=change, empty=not norm)
     if only_middle:
-        return Start(rows, columns, raw, raw, torch.zeros_like(raw.N), gain=middle_gain(raw, norm))
+        return Start(rows, columns, raw, raw, torch.zeros_like(raw.N), gain=middle_gain(raw, norm), empty=not norm)
     factors, shift = balanced(raw, norm)
-    return Start(rows, columns, factors, raw, raw.N, shift)
+    return Start(rows, columns, factors, raw, raw.N, shift, empty=not norm)
 
 
 def leading_landmarks(r: int) -> tuple[Int[Tensor, " r"], Int[Tensor, " r"]]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import types
-import typing
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from mezzo.core.errors import UserError
+from mezzo.core.fields import check_fields
 
 TooLong = Literal["error", "drop", "truncate"]
 
@@ -52,9 +51,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        hints = typing.get_type_hints(type(self))
-        for item in dataclasses.fields(self):
-            _check_type(item.name, getattr(self, item.name), hints[item.name])
+        check_fields(self)
         for name, low in (("eval_rows", 0), ("max_new_tokens", 1), ("r", 1), ("practice", 1), ("batch_size", 1),
                           ("accumulate", 1), ("max_length", 2), ("save_steps", 1)):  # fmt: skip
             if getattr(self, name) < low:
@@ -113,20 +110,3 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError("holds no mapping", where=str(path), todo="Write `key: value` lines")
     return value
-
-
-def _check_type(name: str, value: Any, hint: Any) -> None:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option in options:
-        origin = typing.get_origin(option)
-        if origin is Literal and value in typing.get_args(option):
-            return
-        kind = origin if origin is not Literal and origin is not None else option
-        if not isinstance(kind, type):
-            continue
-        if isinstance(value, bool) and kind is not bool:
-            continue
-        if isinstance(value, kind) or (kind is float and isinstance(value, int)):
-            return
-    wanted = " or ".join(getattr(option, "__name__", str(option)).replace("NoneType", "none") for option in options)
-    raise UserError(f"{value!r} does not fit", where=name, todo=f"Give {wanted}")

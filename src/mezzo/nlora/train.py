@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from peft import set_peft_model_state_dict
+from peft.utils import load_peft_weights
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -55,6 +57,9 @@ def fit(
     folder = run.path / "checkpoints"
     last = last_checkpoint(folder) if resume else None
     run.rewind(int(last.name.rpartition("-")[2]) if last else 0)
+    if last and _all_steps_done(last):
+        set_peft_model_state_dict(model, load_peft_weights(str(last), device=model.device.type))
+        return True
     data = Dataset.from_dict({"input_ids": [e.input_ids for e in encoded], "labels": [e.labels for e in encoded]})
     reporter = _Reporter(run, on_step)
     trainer = SFTTrainer(
@@ -80,6 +85,11 @@ def last_checkpoint(folder: Path) -> Path | None:
         except (OSError, ValueError):
             shutil.rmtree(path, ignore_errors=True)
     return max(whole)[1] if whole else None
+
+
+def _all_steps_done(checkpoint: Path) -> bool:
+    state = json.loads((checkpoint / WHOLE).read_text(encoding="utf-8"))
+    return int(state["global_step"]) >= int(state["max_steps"])
 
 
 def _arguments(recipe: Recipe, folder: Path, model: Any) -> SFTConfig:

@@ -42,17 +42,23 @@ class NLoraModel(BaseTuner):
     target_module_mapping = {kind: list(names) for kind, names in DEFAULT_TARGETS.items()}  # noqa: RUF012  # as PEFT declares it
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Adds the adapter's layers to the model.
+        """Adds the adapter's layers to the model; where one is refused, those before it are taken back.
 
         Raises:
-            UserError: the adapter cannot have this name.
+            UserError: the adapter cannot have this name, or a layer cannot be adapted.
         """
+        held = {key for key, _ in adapted_layers(model, adapter_name)}
         try:
             check_name(adapter_name)
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
         except UserError:
             self.peft_config.pop(adapter_name, None)
+            for key, layer in [(k, m) for k, m in model.named_modules() if isinstance(m, NLoraLayer) and k not in held]:
+                layer.forget(adapter_name)
+                if not layer.nlora_N:
+                    parent, _, name = key.rpartition(".")
+                    setattr(model.get_submodule(parent), name, layer.base_layer)
             raise
-        super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Checks the targets before any layer is replaced."""
@@ -115,8 +121,21 @@ class NLoraModel(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Names the tensors for the model, and divides an IntTune middle by its gain again (exact)."""
+        """Names the tensors for the model, and divides an IntTune middle by its gain again (exact).
+
+        Raises:
+            UserError: tensors that the adapter's settings do not name: one of the two was changed.
+        """
         named = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        known = model.state_dict().keys()
+        unknown = sorted(key for key in named if cls.prefix in key and key not in known)
+        if unknown:
+            raise UserError(
+                f"the file holds {unknown[0]}" + (f" and {len(unknown) - 1} more tensors" if unknown[1:] else "")
+                + f", for which the settings (init = {config.init}, train = {config.train}) make no place",
+                where=f"adapter {adapter_name!r}",
+                todo="Load it with the adapter_config.json it was saved with, on the model it was trained on",
+            )  # fmt: skip
         for key, layer in adapted_layers(model, adapter_name):
             rows, columns = (f"{key}.{table}.{adapter_name}" for table in ("nlora_rows", "nlora_columns"))
             if config.train == "middle" and config.init == "nystrom" and rows in named:
@@ -260,9 +279,14 @@ def check_name(name: str) -> None:
     Raises:
         UserError: it is empty, has a dot, or is a word that PyTorch or PEFT use themselves.
     """
-    taken = name == BASE or hasattr(nn.ParameterDict(), name) or name in NLoraModel.prefix
-    if not name or "." in name or taken:
-        why = "is used by the library itself" if taken and name else "is empty or has a dot"
+    why = ""
+    if not name or "." in name:
+        why = "is empty or has a dot"
+    elif name in NLoraModel.prefix:
+        why = f"is a part of {NLoraModel.prefix!r}, by which PEFT finds the adapters' tensors"
+    elif name == BASE or hasattr(nn.ParameterDict(), name):
+        why = "is used by the library itself"
+    if why:
         raise UserError(f"{name!r} {why}", where="adapter_name", todo="Choose a plain word, as 'orders'")
 
 

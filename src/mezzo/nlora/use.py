@@ -99,13 +99,12 @@ def load_adapter(
         raise UserError(
             f"cannot be loaded ({first})", where=str(find_adapter(path)), todo="Copy the adapter again"
         ) from error
-    for keys, said in ((wanted - found, "lacks"), (found - wanted, "holds tensors that its settings do not name:")):
-        if keys:
-            raise UserError(
-                f"{said} {min(keys)}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else ""),
-                where=str(find_adapter(path) / SAFETENSORS_WEIGHTS_NAME),
-                todo="Copy the adapter again",
-            )
+    if lacking := sorted(wanted - found):
+        raise UserError(
+            f"lacks {lacking[0]}" + (f" and {len(lacking) - 1} more" if lacking[1:] else ""),
+            where=str(find_adapter(path) / SAFETENSORS_WEIGHTS_NAME),
+            todo="Copy the adapter again",
+        )
     return adapted, tokenizer, files
 
 
