@@ -86,6 +86,7 @@ def main() -> int:
         use_cpu=not torch.accelerator.is_available(),
         dataloader_pin_memory=torch.accelerator.is_available(),
         report_to=[],
+        ddp_find_unused_parameters=False,
     )
     same_rows = SameRows(settings)
     last = resumable(args.out, same_rows, resume=args.resume)

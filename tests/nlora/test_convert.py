@@ -172,6 +172,7 @@ def test_the_config_is_slora_and_names_the_base(tmp_path: Path, model_folder: Pa
     assert config["task_type"] == "CAUSAL_LM"
     assert config["base_model_name_or_path"] == str(model_folder)
     assert config["base_sha256"] == models.find(model_folder).sha256
+    assert "import mezzo.nlora" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     edit(tmp_path / "lora" / "adapter_config.json", base_model_name_or_path="somebody/somewhere")
     convert(tmp_path / "lora", tmp_path / "far")
     assert settings_in(tmp_path / "far")["base_sha256"] is None

@@ -12,7 +12,15 @@ import peft
 import pytest
 import torch
 from packaging import version
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    LoraConfig,
+    PeftModel,
+    get_layer_status,
+    get_model_status,
+    get_peft_model,
+    inject_adapter_in_model,
+)
 
 from mezzo.core.errors import UserError
 from mezzo.nlora import NLoraConfig, NLoraLayer, adapted_layers, hotswap
@@ -213,6 +221,15 @@ def test_a_bad_sum_is_refused_and_leaves_the_model_as_it_was(kept: Path, argumen
 def test_an_adapter_name_that_breaks_the_library_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="adapter_name"):
         get_peft_model(llama(), NLoraConfig(r=4), adapter_name=name)
+
+
+def test_peft_shows_the_method_and_the_state_of_its_layers() -> None:
+    model = get_peft_model(llama(), NLoraConfig(r=4))
+    status = get_model_status(model)
+    assert status.peft_types == {"default": "NLORA"}
+    assert status.trainable_params == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert (status.enabled, status.active_adapters, status.merged_adapters) == (True, ["default"], [])
+    assert {layer.module_type for layer in get_layer_status(model)} == {"nlora.NLoraLinear"}
 
 
 def test_a_refused_name_leaves_the_model_as_it_was() -> None:

@@ -218,4 +218,6 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
         click.echo(json.dumps(result, indent=2, ensure_ascii=False))
         return
     for key, value in result.items():
-        click.echo(f"{key.replace('_', ' '):<16} {value}")
+        for name, shown in value.items() if isinstance(value, dict) else [("", value)]:
+            label = f"{key} {name}".strip().replace("_", " ")
+            click.echo(f"{label:<24} {shown}")

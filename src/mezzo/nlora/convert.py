@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -19,9 +18,10 @@ from transformers.pytorch_utils import Conv1D
 from mezzo.core import models
 from mezzo.core.errors import UserError
 from mezzo.core.fetch import first_line
-from mezzo.core.files import atomic, check_free, write_json
+from mezzo.core.files import atomic, check_free
 from mezzo.nlora.config import NLoraConfig
 from mezzo.nlora.factors import Factors
+from mezzo.nlora.folder import finish_folder
 from mezzo.nlora.lora import Lora, moved, read_lora, shapes_in, tensor_in
 
 Rank = Literal["exact", "same"]
@@ -277,9 +277,7 @@ def _write(out: Path, changes: Changes, files: models.ModelFiles | None, name: A
                 f"cannot be written ({first_line(error)})", where=str(out), todo="Free some space"
             ) from error
         config.save_pretrained(str(temporary))
-        file = temporary / "adapter_config.json"
-        written = json.loads(file.read_text(encoding="utf-8"))
-        write_json(file, written | {"target_modules": sorted(written["target_modules"])})
+        finish_folder(temporary)
 
 
 def _summary(changes: Changes) -> dict[str, Any]:

@@ -16,33 +16,15 @@ from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
 from mezzo.core.errors import UserError
-from mezzo.core.files import atomic, check_free, write_json
+from mezzo.core.files import atomic, check_free
 from mezzo.nlora.factors import Factors
+from mezzo.nlora.folder import finish_folder
 from mezzo.nlora.kinds import NLoraConv, NLoraEmbedding
 from mezzo.nlora.layer import NLoraLayer
 from mezzo.nlora.tuner import adapted_layers
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's --max-lora-rank takes; its default is 16."""
-
-CARD = """---
-library_name: peft
-tags: [nlora]
----
-
-# NLoRA adapter
-
-PEFT knows this method once Mezzo is imported:
-
-    pip install mezzo
-
-    import mezzo.nlora
-    from peft import PeftModel
-    model = PeftModel.from_pretrained(base, "this folder")
-
-Without `import mezzo.nlora` PEFT stops with `KeyError: 'NLORA'`. `mezzo nlora export` writes it as a plain LoRA, which
-stock PEFT, vLLM and others load by themselves.
-"""
 
 EXPORT_BOUND = 256
 """Roundings (eps of the base's dtype) by which the exported LoRA's logits may part from the adapter's."""
@@ -232,10 +214,4 @@ def save_adapter(model: Any, out: Path) -> None:
     """Writes the adapter folder (adapter_config.json, adapter_model.safetensors) atomically, sets in sorted order."""
     with atomic(out) as temporary:
         model.save_pretrained(str(temporary))
-        path = temporary / "adapter_config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        for key, value in config.items():
-            if key in ("target_modules", "exclude_modules") and isinstance(value, list):
-                config[key] = sorted(value)
-        write_json(path, config)
-        (temporary / "README.md").write_text(CARD, encoding="utf-8")
+        finish_folder(temporary)
