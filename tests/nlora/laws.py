@@ -35,6 +35,7 @@ def move(model: Any, size: float = 0.05) -> Any:
 
 def near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, roundings: float = 32) -> None:
     """Asserts that two outputs part by no more than some roundings of their largest number."""
+    found, wanted = found.detach(), wanted.detach()
     bound = roundings * torch.finfo(dtype).eps * max(float(wanted.abs().max()), 1e-3)
     assert float((found.float() - wanted.float()).abs().max()) <= bound
 

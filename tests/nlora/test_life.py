@@ -368,6 +368,10 @@ for init, train in laws.MODES:
     for name, value in model.named_parameters():
         if value.requires_grad:
             torch.testing.assert_close(found[name], value.grad, atol=1e-6, rtol=1e-4)
+    with torch.no_grad():
+        compiled(x)
+        model.base_model.model[0].base_layer.weight.mul_(2)
+        torch.testing.assert_close(compiled(x), model(x))
     print("same")
 """
 

@@ -24,6 +24,8 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class NLoraLinear(NLoraLayer):
     """NLoRA on a linear layer, on GPT-2's Conv1D (which stores W transposed), or on a quantised linear layer."""
 
+    exact = (nn.Linear, Conv1D)
+
     def _sizes(self) -> tuple[int, int]:
         base: Any = self.get_base_layer()
         if isinstance(base, Conv1D):
@@ -55,6 +57,8 @@ class NLoraLinear(NLoraLayer):
 class NLoraConv(NLoraLayer):
     """NLoRA on a convolution of 1 to 3 dimensions: W is out x (in · kernel), h are the output channels I."""
 
+    exact = CONVOLUTIONS
+
     def _sizes(self) -> tuple[int, int]:
         base: Any = self.get_base_layer()
         return base.in_channels * math.prod(base.kernel_size), base.out_channels
@@ -71,6 +75,13 @@ class NLoraConv(NLoraLayer):
         base: Any = self.get_base_layer()
         return base._conv_forward(x.to(A.dtype), kernel, None).movedim(1, -1)
 
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns y' for x with or without a batch dimension; see `NLoraLayer.forward`."""
+        base: Any = self.get_base_layer()
+        if x.ndim == len(base.kernel_size) + 1:
+            return super().forward(x[None], *args, **kwargs)[0]
+        return super().forward(x, *args, **kwargs)
+
     def _adapted(self, x: Tensor, y: Tensor, names: Sequence[str]) -> Tensor:
         last = y.movedim(1, -1).clone(memory_format=torch.contiguous_format)
         return super()._adapted(x, last, names).movedim(-1, 1)
@@ -81,6 +92,8 @@ class NLoraEmbedding(NLoraLayer):
 
     An embedding that scales its output (Gemma) scales the adapter's product too. Dropout does not apply to tokens.
     """
+
+    exact = (nn.Embedding,)
 
     def _sizes(self) -> tuple[int, int]:
         base: Any = self.get_base_layer()

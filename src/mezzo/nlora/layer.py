@@ -13,25 +13,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import gather_params_ctx
 from torch import Tensor, nn
 
 from mezzo.core.errors import UserError
-from mezzo.nlora.base import plain_weight, stamp, watched
+from mezzo.nlora.base import watched
 from mezzo.nlora.config import NLoraConfig
 from mezzo.nlora.factors import Factors
 from mezzo.nlora.kernel import Product, add_, tap, traced
-from mezzo.nlora.merging import MergingLayer
 from mezzo.nlora.nystrom import middle_gain, row_norms, slices, start_of
 from mezzo.nlora.quantised import backend_of, dequantised
+from mezzo.nlora.sliced import SlicedLayer, after_load
 
 LARGE_START = 0.15
 """Share of the weight above which a start that is not the base model is worth a warning."""
 
 
-class NLoraLayer(nn.Module, MergingLayer):
+class NLoraLayer(nn.Module, SlicedLayer):
     """A layer y = W x + b with any number of NLoRA adapters on it.
 
     With C = W[:, J] and R = W[I, :], the landmark outputs h = (y - b)[I] = R x come from the base layer's own output:
@@ -53,38 +51,24 @@ class NLoraLayer(nn.Module, MergingLayer):
     """
 
     adapter_layer_names = ("nlora_A", "nlora_N", "nlora_B")
-    other_param_names = ("nlora_rows", "nlora_columns", "nlora_shift", "nlora_C", "nlora_G", "nlora_R")
+    other_param_names = ("nlora_rows", "nlora_columns", "nlora_shift", "nlora_gain", "nlora_C", "nlora_G", "nlora_R")
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: NLoraConfig, r: int, scale: float, key: str):
         super().__init__()
         self.base_layer = base_layer
         self.in_features, self.out_features = self._sizes()
         self.nlora_A, self.nlora_N, self.nlora_B = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
-        self.nlora_rows, self.nlora_columns = BufferDict(persistent=True), BufferDict(persistent=True)
-        self.nlora_shift = BufferDict(persistent=True)
-        # Slices of W for the forward, in N's dtype; made again from W and the landmarks, so no file holds them.
-        self.nlora_C, self.nlora_G, self.nlora_R = (BufferDict(persistent=False) for _ in "CGR")
-        self.r: dict[str, int] = {}
-        self.scaling: dict[str, float] = {}
-        self.gain: dict[str, int] = {}
-        self.shift: dict[str, int] = {}
-        self.dropout: dict[str, float] = {}
+        self._start_tables()
         self._start_unmerged()
-        # The landmarks that C, G and R were made for, and the stamp of the weight.
-        self._sliced: dict[str, tuple[Tensor, Tensor, object]] = {}
         self._disable_adapters = False
         self._active_adapter = adapter_name
         self.quantization_backend = backend_of(self.get_base_layer())
         self.float_dtype = torch.float32
         """dtype of the plain layer that a merge puts in place of a quantised one."""
-        self.register_load_state_dict_post_hook(_after_load)
+        self.register_load_state_dict_post_hook(after_load)
         self.update_layer(adapter_name, config, r, scale, key)
 
     def _sizes(self) -> tuple[int, int]:
-        raise NotImplementedError
-
-    def _matrix(self, stored: Tensor) -> Tensor:
-        """Returns W (out x in) as a view of the weight as the base stores it."""
         raise NotImplementedError
 
     def _project(self, x: Tensor, A: Tensor) -> Tensor:
@@ -126,6 +110,7 @@ class NLoraLayer(nn.Module, MergingLayer):
         for table in (*self.adapter_layer_names, *self.other_param_names):
             if name in getattr(self, table):
                 del getattr(self, table)[name]
+        self._direct.discard(name)
         for known in (self.r, self.scaling, self.gain, self.shift, self.dropout, self._sliced):
             known.pop(name, None)
 
@@ -162,6 +147,8 @@ class NLoraLayer(nn.Module, MergingLayer):
             )
         if middle:
             self.nlora_N[name], self.gain[name] = nn.Parameter(start.middle), start.gain
+            if config.init == "nystrom":
+                self.nlora_gain[name] = torch.tensor([start.gain], dtype=torch.int32)
         else:
             self._keep(name, start.factors)
         if middle or config.init == "nystrom":
@@ -199,65 +186,6 @@ class NLoraLayer(nn.Module, MergingLayer):
         if self.quantization_backend is not None:
             return dequantised(base if kept is None else kept, self.quantization_backend)
         return self._matrix((base.weight if kept is None else kept).data)
-
-    def refresh_gain(self, name: str) -> None:
-        """Computes an IntTune adapter's gain anew, from the base weight and the landmarks at hand."""
-        W = self.original_weight()
-        rows, columns = self.nlora_rows[name].to(W.device), self.nlora_columns[name].to(W.device)
-        self.gain[name] = middle_gain(slices(W, rows, columns, self.scaling[name]), float(row_norms(W).norm()))
-
-    def refresh_slices(self) -> None:
-        """Makes C, G and R anew for every adapter whose landmarks or weight are not those they were made for."""
-        for name, rows in self.nlora_rows.items():
-            columns, known = self.nlora_columns[name], self._sliced.get(name)
-            if name in self.nlora_shift and not self.nlora_shift[name].is_meta:
-                self.shift[name] = int(self.nlora_shift[name])
-            same = known and torch.equal(known[0], rows.cpu()) and torch.equal(known[1], columns.cpu())
-            if not rows.is_meta and (not same or self._outdated(name)):
-                self._slice(name, self.original_weight())
-
-    def _outdated(self, name: str) -> bool:
-        now = None if self.quantization_backend or self._unmerged is not None else stamp(self.get_base_layer())
-        return now is not None and name in self._sliced and now != self._sliced[name][2]
-
-    def _slice(self, name: str, W: Tensor, raw: Factors | None = None) -> None:
-        if name not in self.nlora_rows:
-            return
-        rows, columns = self.nlora_rows[name], self.nlora_columns[name]
-        if name in self.nlora_shift:
-            self.shift[name] = 0 if self.nlora_shift[name].is_meta else int(self.nlora_shift[name])
-        self._hold(name, raw or slices(W, rows.to(W.device), columns.to(W.device)))
-        if not W.is_meta and not rows.is_meta:
-            self._sliced[name] = (rows.cpu().clone(), columns.cpu().clone(), stamp(self.get_base_layer()))
-
-    def _hold(self, name: str, raw: Factors) -> None:
-        kind = self.nlora_N[name].dtype
-        self.nlora_C[name] = raw.B.to(kind)
-        if name in self.nlora_shift:
-            self.nlora_G[name] = raw.N.to(kind)
-        if self.dropout[name] or self._inexact():
-            self.nlora_R[name] = raw.A.to(kind)
-
-    def _now(self, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns C, G and R of the base weight as it is now; with gradients to it where it is trained."""
-        weight = None if self.quantization_backend else plain_weight(self.get_base_layer())
-        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-            raw, kind = (
-                slices(self._matrix(weight), self.nlora_rows[name], self.nlora_columns[name]),
-                self.nlora_N[name],
-            )
-            return raw.B.to(kind), raw.N.to(kind), raw.A.to(kind)
-        if not traced() and self._outdated(name):
-            with torch.no_grad():
-                self._hold(name, slices(self.original_weight(), self.nlora_rows[name], self.nlora_columns[name]))
-            known = self._sliced[name]
-            self._sliced[name] = (known[0], known[1], stamp(self.get_base_layer()))
-        G, R = (held[name] if name in held else None for held in (self.nlora_G, self.nlora_R))  # noqa: SIM401  # no get
-        return self.nlora_C[name], G, R
-
-    def _inexact(self) -> bool:
-        """Returns whether the base's output is not W x + b up to rounding."""
-        return self.quantization_backend is not None or isinstance(self.base_layer, BaseTunerLayer)
 
     def factors(self, name: str) -> tuple[Factors, Factors | None]:
         """Returns the adapter's product in float32, every scaling folded in, and the offset to subtract, if any."""
@@ -297,6 +225,12 @@ class NLoraLayer(nn.Module, MergingLayer):
         if self.disable_adapters and self.merged:
             self.unmerge()
         names = [name for name in self.active_adapters if name in self.nlora_N]
+        if names and self.nlora_N[names[0]].is_meta and not x.is_meta:
+            raise UserError(
+                "the adapter's tensors are not in memory: they are offloaded, or were never loaded",
+                where=f"adapter {names[0]!r}",
+                todo="Offload the base before the adapter is attached, and keep the adapter on the device",
+            )
         idle = self.disable_adapters or self.merged or not names
         if not idle and adapter_names is None and len(names) == 1 and not args and not kwargs:
             fused = self._fused(x, names[0])
@@ -351,7 +285,7 @@ class NLoraLayer(nn.Module, MergingLayer):
             if name not in self.nlora_shift:
                 return products
         C, G, R = self._now(name)
-        direct = name in self.nlora_R and (self.training or self._inexact())
+        direct = R is not None and (self._inexact(name) or (self.training and self.dropout[name] > 0))
         rest = (C, R if direct else None, None if direct else self.nlora_rows[name])
         if products:
             assert G is not None  # noqa: S101  # it is held wherever there is a shift
@@ -362,10 +296,10 @@ class NLoraLayer(nn.Module, MergingLayer):
         """Returns True: the change is additive."""
         return True
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        done = super()._apply(fn, recurse)
+        self._apply_to_kept(fn)
+        return done
+
     def __repr__(self) -> str:
         return f"nlora.{super().__repr__()}"
-
-
-def _after_load(layer: NLoraLayer, _: Any) -> None:
-    """Runs when a state dict was loaded into the layer: its slices of W follow the landmarks that came in."""
-    layer.refresh_slices()

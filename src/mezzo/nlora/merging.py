@@ -30,7 +30,19 @@ class MergingLayer(BaseTunerLayer):
         self.merged_adapters: list[str] = []
         self.merge_error = 0.0
         """Rounding of the last merge, as a share of the change (Frobenius norms)."""
-        self._unmerged: Any = None  # the base's weight (or the quantised base) while adapters are merged
+        # The base's weight (or the quantised base) while adapters are merged; in a list, so that it is no parameter.
+        self._kept: list[Any] = []
+
+    @property
+    def _unmerged(self) -> Any:
+        return self._kept[0] if self._kept else None
+
+    def _apply_to_kept(self, fn: Any) -> None:
+        """Moves or casts what is kept as the rest of the layer is."""
+        if isinstance(self._unmerged, nn.Module):
+            self._unmerged._apply(fn)
+        elif self._kept:
+            self._unmerged.data = fn(self._unmerged.data)
 
     def original_weight(self) -> Tensor:
         """Returns the base weight W (out x in) as it was before any merge."""
@@ -90,10 +102,10 @@ class MergingLayer(BaseTunerLayer):
             plain.weight = nn.Parameter(stored, requires_grad=False)
             if bias is not None:
                 plain.bias = nn.Parameter(bias.detach().to(stored.dtype), requires_grad=False)
-            self._unmerged = base if self._unmerged is None else self._unmerged
+            self._kept = self._kept or [base]
             holder.base_layer = plain
             return
-        self._unmerged = base.weight if self._unmerged is None else self._unmerged
+        self._kept = self._kept or [base.weight]
         base.weight = nn.Parameter(stored, requires_grad=self._unmerged.requires_grad)
 
     def _holder(self) -> Any:
@@ -112,5 +124,5 @@ class MergingLayer(BaseTunerLayer):
             self._holder().base_layer = self._unmerged
         else:
             self.get_base_layer().weight = self._unmerged
-        self._unmerged = None
+        self._kept = []
         self.merged_adapters.clear()

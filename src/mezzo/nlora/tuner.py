@@ -113,6 +113,7 @@ class NLoraModel(BaseTuner):
         chosen = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
         for key, layer in adapted_layers(model, adapter_name):
             name = f"{key}.nlora_N.{adapter_name}"
+            chosen.pop(f"{key}.nlora_gain.{adapter_name}", None)
             if layer.gain[adapter_name] and name in chosen:
                 chosen[name] = chosen[name] * 2.0 ** layer.gain[adapter_name]
         return chosen
@@ -141,6 +142,7 @@ class NLoraModel(BaseTuner):
             if config.train == "middle" and config.init == "nystrom" and rows in named:
                 layer.nlora_rows[adapter_name], layer.nlora_columns[adapter_name] = named[rows], named[columns]
                 layer.refresh_gain(adapter_name)
+                named[f"{key}.nlora_gain.{adapter_name}"] = layer.nlora_gain[adapter_name]
                 name = f"{key}.nlora_N.{adapter_name}"
                 named[name] = named[name] * 2.0 ** -layer.gain[adapter_name]
         return named
