@@ -25,6 +25,7 @@ from mezzo.core import models
 from mezzo.core.errors import UserError
 from mezzo.core.records import read
 from mezzo.nlora import NLoraConfig
+from mezzo.nlora.folder import finish_folder
 from mezzo.nlora.processes import NLoraMoves, SameRows, resumable
 from mezzo.nlora.recipe import Recipe
 from mezzo.nlora.tokens import encode_all
@@ -107,6 +108,9 @@ def main() -> int:
     trainer.train(resume_from_checkpoint=str(last) if last else None)
     trainer.save_model(str(args.out / "adapter"))
     trainer.save_state()
+    if trainer.is_world_process_zero():
+        finish_folder(args.out / "adapter")
+        print(f"The adapter is in {args.out / 'adapter'}. Look at it: mezzo nlora inspect {args.out / 'adapter'}")
     return 0
 
 
@@ -114,5 +118,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

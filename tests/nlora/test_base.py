@@ -72,6 +72,11 @@ def trained_past_autograd(model: Any) -> None:
         optimizer.step()
 
 
+def trained_past_autograd_and_frozen(model: Any) -> None:
+    trained_past_autograd(model)
+    base_of(model).weight.requires_grad_(False)
+
+
 def trained(model: Any) -> None:
     weight = base_of(model).weight.requires_grad_(True)
     model(inputs()).square().mean().backward()
@@ -80,7 +85,10 @@ def trained(model: Any) -> None:
 
 
 @each_mode
-@pytest.mark.parametrize("change", [in_place, assigned, loaded, loaded_by_assigning, trained, trained_past_autograd])
+@pytest.mark.parametrize(
+    "change",
+    [in_place, assigned, loaded, loaded_by_assigning, trained, trained_past_autograd, trained_past_autograd_and_frozen],
+)
 def test_an_adapter_on_a_base_that_changes_is_the_one_that_is_merged_and_loaded(
     change: Callable[[Any], None], mode: tuple[str, str], tmp_path: Any
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from peft import PeftModel, get_peft_model
 
 from mezzo.core.errors import UserError
 from mezzo.nlora import NLoraConfig, adapted_layers
+from mezzo.nlora.config import Init, Train
 from mezzo.nlora.factors import Factors
 from mezzo.nlora.recipe import Recipe, load_recipe
 from tests.tiny import llama
@@ -40,6 +41,7 @@ from tests.tiny import llama
         ({"target_modules": [["q_proj"]]}, "target_modules"),
         ({"target_modules": 3}, "target_modules"),
         ({"base_sha256": 3}, "base_sha256"),
+        ({"alpha_pattern": {"(": 1.0}}, "alpha_pattern: '\\(' is no regular expression"),
         ({"init": "slora", "train": "middle"}, "changes nothing"),
         ({"target_modules": []}, "no module is named"),
     ],
@@ -161,3 +163,44 @@ def test_a_rank_above_the_smaller_side_is_that_side_for_the_nystroem_starts(init
     model = get_peft_model(net, NLoraConfig(r=100, init=init, target_modules=["0"]))
     shapes = {key.split(".nlora_")[1][0]: tuple(v.shape) for key, v in model.named_parameters() if ".nlora_" in key}
     assert shapes == {"A": (kept, 8), "N": (kept, kept), "B": (12, kept)}
+
+
+def test_a_pattern_that_matches_nothing_says_what_text_means() -> None:
+    with pytest.raises(UserError, match="the pattern 'q_proj,v_proj' matches no module"):
+        get_peft_model(llama(), NLoraConfig(r=4, target_modules="q_proj,v_proj"))
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("target_modules: q_proj, v_proj", ["q_proj", "v_proj"]),
+        ("target_modules: q_proj", ["q_proj"]),
+        ("target_modules: all-linear", "all-linear"),
+        ("target_modules: .*q_proj", ".*q_proj"),
+        ("target_modules: [q_proj, v_proj]", ["q_proj", "v_proj"]),
+    ],
+)
+def test_modules_in_yaml_are_named_as_on_the_command_line(text: str, wanted: Any, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    assert load_recipe(tmp_path / "r.yaml").target_modules == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("lr: 0.1", "unknown key 'lr'. Did you mean 'learning_rate'"),
+        ("eval-rows: 3", "unknown key 'eval-rows'. Did you mean 'eval_rows'"),
+        ("steps: four", r"r.yaml: steps: 'four' does not fit. Give a whole number or none"),
+        ("train: midle", r"r.yaml: train: 'midle' does not fit. Give 'all' or 'middle'"),
+        ("init: svd", "init: 'svd' does not fit"),
+    ],
+)
+def test_a_fault_in_yaml_names_the_file_and_the_key(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(UserError, match=told):
+        load_recipe(tmp_path / "r.yaml")
+
+
+def test_recipe_and_config_know_the_same_modes() -> None:
+    hints = get_type_hints(Recipe)
+    assert (get_args(hints["init"]), get_args(hints["train"])) == (get_args(Init), get_args(Train))

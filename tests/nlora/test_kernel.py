@@ -36,6 +36,7 @@ def test_backward_keeps_r_numbers_a_token_and_the_input_by_reference(
     if watched:
         layer.base_layer.register_forward_hook(lambda *_: None)
     x = torch.randn(2, TOKENS // 2, IN, dtype=base, requires_grad=True)
+    layer(x)  # R is held from the first call with a hook on
     own = {value.untyped_storage().data_ptr() for value in [*layer.parameters(), *layer.buffers(), x]}
     kept: dict[int, torch.Tensor] = {}
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +24,7 @@ from peft import (
     get_peft_model,
     inject_adapter_in_model,
 )
+from safetensors.torch import load_file, save_file
 
 from mezzo.core.errors import UserError
 from mezzo.nlora import NLoraConfig, NLoraLayer, adapted_layers, hotswap
@@ -238,6 +242,39 @@ def test_a_refused_name_leaves_the_model_as_it_was() -> None:
     with pytest.raises(UserError, match="adapter_name"):
         model.add_adapter("n", NLoraConfig(r=4))
     assert set(model.peft_config) == {"default"}
+    assert torch.equal(logits(model), before)
+
+
+def test_an_adapter_named_twice_in_a_sum_counts_twice(kept: Path) -> None:
+    for kind in ("cat", "svd"):
+        model = together(kept, CONFIGS)
+        model.add_weighted_adapter(["first", "first", "second"], [1.0, 0.5, 0.0], "sum", kind, svd_rank=16)
+        for _, layer in adapted_layers(model, "sum"):
+            torch.testing.assert_close(layer.change("sum"), 1.5 * layer.change("first"), atol=1e-5, rtol=1e-4)
+
+
+def test_a_bad_hotswap_is_refused_and_leaves_the_model_as_it_was(kept: Path, tmp_path: Path) -> None:
+    model = PeftModel.from_pretrained(llama(), str(kept / "first")).eval()
+    before, file = logits(model), "adapter_model.safetensors"
+    with pytest.raises(UserError, match="no adapter 'zzz' is loaded"):
+        hotswap(model, str(kept / "first"), "zzz")
+    tensors = load_file(kept / "first" / file)
+    N, rows = (next(key for key in tensors if key.endswith(end)) for end in ("nlora_N", "nlora_rows"))
+    faults = {
+        "has the shape": {N: torch.zeros(2, 2)},
+        "names what the weight does not have": {rows: tensors[rows] + 10_000},
+        "holds numbers that are not finite": {N: tensors[N] * math.nan},
+    }
+    for k, (said, changed) in enumerate(faults.items()):
+        folder = shutil.copytree(kept / "first", tmp_path / str(k))
+        save_file(tensors | changed, folder / file)
+        with pytest.raises(UserError, match=said):
+            hotswap(model, str(folder))
+    config = shutil.copytree(kept / "first", tmp_path / "other") / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_sha256": "0" * 64}))
+    model.peft_config["default"].base_sha256 = "1" * 64
+    with pytest.raises(UserError, match="another base"):
+        hotswap(model, str(tmp_path / "other"))
     assert torch.equal(logits(model), before)
 
 

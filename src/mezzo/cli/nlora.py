@@ -40,7 +40,7 @@ def group() -> None:
 @click.option("--learning-rate", type=float, help="[by mode]")
 @click.option("--steps", type=int, help="Optimiser steps; over --epochs.")
 @click.option("--epochs", type=float, help="Passes over the rows. [1]")
-@click.option("--practice", type=int, help="Rows of the practice task.")
+@click.option("--practice", type=int, help="Rows of the practice task. [416]")
 @click.option("--batch-size", type=int, help="Rows a step. [8]")
 @click.option("--accumulate", type=int, help="Batches an optimiser step. [1]")
 @click.option("--max-length", type=int, help="Longest row in tokens. [1024]")
@@ -67,14 +67,17 @@ def train(
       mezzo nlora train --out runs/first --resume               after Ctrl-C or a crash
     """
     from mezzo.cli._screen import Terminal
+    from mezzo.core.files import check_free
     from mezzo.nlora import job
 
     recipe = job.recipe_for(out, config, resume=resume, flags=flags)
     if only_plan:
+        if not resume:
+            check_free(out, "Choose another --out, or go on with --resume")
         _show(job.describe(job.prepare(recipe), recipe), as_json)
         return
     result = job.run_job(recipe, out, Terminal(), resume=resume, export=export)
-    _show({key: value for key, value in result.items() if as_json or not isinstance(value, list)}, as_json)
+    _show(result, as_json)
     if not as_json:
         click.echo("\nNext:")
         for line in job.next_commands(out):
@@ -217,7 +220,23 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result, indent=2, ensure_ascii=False))
         return
+    from mezzo.core.measure import human_bytes
+    from mezzo.core.stats import Score
+
     for key, value in result.items():
-        for name, shown in value.items() if isinstance(value, dict) else [("", value)]:
+        lines = [("", value)]
+        if isinstance(value, dict):
+            lines = list(value.items())
+        elif isinstance(value, list) and all(isinstance(item, dict) and "low" in item for item in value):
+            lines = [(item["name"], Score.from_dict(item)) for item in value]
+        for name, shown in lines:
             label = f"{key} {name}".strip().replace("_", " ")
+            if isinstance(shown, float):
+                shown = f"{shown:.4g}"
+            elif key.endswith("_bytes") and isinstance(shown, int):
+                shown = human_bytes(shown)
+            elif isinstance(shown, list):
+                shown = ", ".join(map(str, shown)) or "none"
             click.echo(f"{label:<24} {shown}")
+    if any(isinstance(value, list) and key in ("adapter", "after") for key, value in result.items()):
+        click.echo("[low, high]: 95 % intervals", err=True)

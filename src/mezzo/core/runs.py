@@ -233,10 +233,10 @@ class Run:
                 entry = json.loads(line)
             except (ValueError, RecursionError):
                 entry = None
-            if isinstance(entry, dict):
+            if isinstance(entry, dict) and isinstance(entry.get("step", 0), (int, float)):
                 entries.append(entry)
             elif number < len(lines):
-                raise UserError("damaged: not a JSON object", where=f"{path}, line {number}")
+                raise UserError("damaged: no JSON object with numbers", where=f"{path}, line {number}")
         return entries
 
     def rewind(self, step: int) -> None:

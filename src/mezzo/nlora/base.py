@@ -23,14 +23,14 @@ def stamp(base: nn.Module) -> object | None:
     """Returns a value that is another one once the layer's weight has changed; None where that cannot be told.
 
     Assigning a weight, loading one, moving it and writing into it are seen; what writes past autograd (`weight.data`,
-    fused optimisers) is not, but that a weight is trained or no longer trained is.
+    fused optimisers) is not.
     """
     weight = plain_weight(base)
     if weight is None:
         return None
     if "weight" not in base._parameters:  # computed at every access (parametrisations, pruning)
         return object()
-    return id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version, weight.requires_grad
+    return id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 def _hooked(base: nn.Module, kinds: tuple[str, ...]) -> bool:

@@ -125,14 +125,15 @@ class NLoraConfig(PeftConfig):
             raise UserError("no module is named", where="target_modules", todo="Name modules, or leave 'all-linear'")
 
     def _check_patterns(self) -> None:
-        for name in ("target_modules", "exclude_modules"):
-            named = getattr(self, name)
-            if isinstance(named, str):
+        texts = [(name, getattr(self, name)) for name in ("target_modules", "exclude_modules")]
+        texts += [(name, key) for name in ("rank_pattern", "alpha_pattern") for key in getattr(self, name)]
+        for name, text in texts:
+            if isinstance(text, str):
                 try:
-                    re.compile(named)
+                    re.compile(text)
                 except re.error as error:
                     raise UserError(
-                        f"{named!r} is no regular expression ({error})", where=name, todo="Name modules in a list"
+                        f"{text!r} is no regular expression ({error})", where=name, todo="Name modules in a list"
                     ) from error
 
     def rank_and_scale(self, rank: int, alpha: float) -> tuple[int, float]:

@@ -63,7 +63,12 @@ def convert(
         UserError: something that cannot be converted as it stands; names the file and the tensor or setting.
     """
     check_free(out)
+    if (source / "manifest.json").is_file():
+        todo = "Its adapter needs no conversion: it lies in its folder `adapter`"
+        raise UserError("is a run of `mezzo nlora train`", where=str(source), todo=todo)
     if (source / "adapter_config.json").is_file():
+        if initial is None and rank != "exact":
+            raise UserError("a LoRA keeps its rank", where="--rank", todo="Leave it out; it is for --initial")
         if r is not None or ignore_other:
             raise UserError("is an adapter", where=str(source), todo="--r and --ignore-other are for a model folder")
         lora = read_lora(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
 from mezzo.core.errors import UserError
+from mezzo.core.fetch import silent
 from mezzo.core.files import atomic, check_free
 from mezzo.nlora.factors import Factors
 from mezzo.nlora.folder import finish_folder
@@ -60,7 +62,7 @@ def export_lora(model: Any, out: Path, *, rank: Rank = "exact", adapter: str = "
     ranks = {module: factors.rank for module, (_, factors) in products.items()}
     transposed = all(isinstance(layer.get_base_layer(), Conv1D) for layer, _ in products.values())
     largest = max(ranks.values())
-    odd = {key: value for key, value in ranks.items() if value != largest}
+    odd = {f"^{re.escape(key)}": value for key, value in ranks.items() if value != largest}
     lora = LoraConfig(
         r=largest, lora_alpha=largest, target_modules=sorted(ranks), fan_in_fan_out=transposed,
         rank_pattern=odd, alpha_pattern=dict(odd), task_type=config.task_type, inference_mode=True,
@@ -181,7 +183,8 @@ def export_merged(model: Any, tokenizer: Any, out: Path, *, adapter: str = "defa
     layers = adapted_layers(model, adapter)
     merged = model.merge_and_unload(safe_merge=True, adapter_names=[adapter])
     with atomic(out) as temporary:
-        merged.save_pretrained(str(temporary))
+        with silent():
+            merged.save_pretrained(str(temporary))
         tokenizer.save_pretrained(str(temporary))
     rounding = max((layer.merge_error for _, layer in layers), default=0.0)
     return {"parameters": sum(p.numel() for p in merged.parameters()), "relative_rounding": rounding}

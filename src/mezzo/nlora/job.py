@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from mezzo.core import models
 from mezzo.core.errors import UserError
@@ -24,7 +27,7 @@ from mezzo.nlora.evaluate import Evaluation, differences, evaluate
 from mezzo.nlora.export import export_lora, save_adapter, stock_answers
 from mezzo.nlora.plan import Plan, make_plan
 from mezzo.nlora.practice import practice_rows
-from mezzo.nlora.recipe import Recipe, load_recipe
+from mezzo.nlora.recipe import Recipe, load_recipe, recipe_of
 from mezzo.nlora.tokens import Encoded, encode_all, prompt_ids
 
 Update = Callable[..., None]
@@ -95,7 +98,8 @@ def recipe_for(out: Path, config: Path | None, *, resume: bool, flags: dict[str,
         return load_recipe(config, **flags)
     if config is not None:
         raise UserError("a resumed run keeps its settings", where="--config", todo="Leave it out, or start a new run")
-    begun = Run.open(out).config
+    run = Run.open(out)
+    begun = run.config
     for key, value in flags.items():
         if value is not None and begun.get(key) != value:
             raise UserError(
@@ -103,7 +107,7 @@ def recipe_for(out: Path, config: Path | None, *, resume: bool, flags: dict[str,
                 where=key,
                 todo="Resume without the flag, or start a new run in another --out",
             )
-    return Recipe(**begun)
+    return recipe_of(run)
 
 
 def describe(made: Prepared, recipe: Recipe) -> dict[str, Any]:
@@ -152,7 +156,7 @@ def run_job(recipe: Recipe, out: Path, screen: Screen, *, resume: bool = False, 
         return _stages(recipe, made, run, screen, resume=resume, export=export)
     except KeyboardInterrupt:
         run.finish("interrupted")
-        screen.say(f"Everything so far is kept. Go on with: mezzo nlora train --out {out} --resume")
+        screen.say(f"Everything so far is kept. Go on with: mezzo nlora train --out {shlex.quote(str(out))} --resume")
         raise
     except BaseException as error:
         with suppress(UserError, OSError):
@@ -165,6 +169,12 @@ def run_job(recipe: Recipe, out: Path, screen: Screen, *, resume: bool = False, 
 
 def _finished(run: Run, screen: Screen, *, export: bool) -> dict[str, Any]:
     result: dict[str, Any] = run.read("result")
+    if not isinstance(result, dict) or not (run.path / "adapter" / SAFETENSORS_WEIGHTS_NAME).is_file():
+        raise UserError(
+            "this run is finished, but its result or adapter is gone",
+            where=str(run.path),
+            todo="Restore the folder, or start a new run in another --out",
+        )
     if export and "export" not in result:
         raise UserError(
             "this run is finished, without an export",
@@ -211,13 +221,14 @@ def _stages(recipe: Recipe, made: Prepared, run: Run, screen: Screen, *, resume:
             raise KeyboardInterrupt
         save_adapter(model, run.path / "adapter")
         after = _scored(run, "after", model, tokenizer, made.held_out, recipe, screen, "scoring the adapter")
+        losses = [entry["loss"] for entry in run.metrics() if "loss" in entry]
         result: dict[str, Any] = {
             "run": str(run.path),
             "adapter": str(run.path / "adapter"),
             "trainable": made.plan.trainable,
             "share_percent": round(made.plan.share, 4),
-            "loss_first": run.metrics()[0]["loss"],
-            "loss_last": run.metrics()[-1]["loss"],
+            "loss_first": losses[0] if losses else None,
+            "loss_last": losses[-1] if losses else None,
         }
         if export:
             result["export"] = _exported(run, model, tokenizer, made, recipe, after, screen)
@@ -266,11 +277,21 @@ def _scored(
     if rows is None:
         return None
     if (run.path / f"{name}.json").is_file():
-        return Evaluation(**run.read(name))
+        return _kept_scores(run, name)
     with screen.bar(label) as update:
         found = evaluate(model, tokenizer, list(rows), max_new_tokens=recipe.max_new_tokens, progress=update)
     run.write(name, dataclasses.asdict(found))
     screen.say("  ".join(str(score) for score in found.scores()))
+    return found
+
+
+def _kept_scores(run: Run, name: str) -> Evaluation:
+    try:
+        found = Evaluation(**run.read(name))
+        found.scores()
+    except (TypeError, AttributeError, KeyError) as error:
+        todo = "Remove it: it is made again"
+        raise UserError(f"holds no scores ({error})", where=str(run.path / f"{name}.json"), todo=todo) from error
     return found
 
 
@@ -348,8 +369,9 @@ def _report(
 
 def next_commands(run: Path) -> list[str]:
     """Returns the three commands that a user of a finished run would want next."""
+    name, out = shlex.quote(str(run)), shlex.quote(str(run / "merged"))
     return [
-        f"mezzo nlora chat {run}",
-        f"mezzo nlora eval {run} --rows 100",
-        f"mezzo nlora export {run} --to merged --out {run}/merged",
+        f"mezzo nlora chat {name}",
+        f"mezzo nlora eval {name} --rows 100",
+        f"mezzo nlora export {name} --to merged --out {out}",
     ]

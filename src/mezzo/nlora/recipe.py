@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,18 @@ from typing import Any, Literal
 
 from mezzo.core.errors import UserError
 from mezzo.core.fields import check_fields
+from mezzo.core.runs import CONFIG, Run
+
+PLAIN = r"[\w.\-\s]+(,[\w.\-\s]*)*"
+"""Module names with commas between: no regular expression."""
+
+ALSO = {
+    "lr": "learning_rate", "rank": "r", "lora_r": "r", "alpha": "lora_alpha", "max_steps": "steps",
+    "num_train_epochs": "epochs", "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "accumulate",
+    "max_seq_length": "max_length", "model_name_or_path": "model", "dataset": "data", "lora_target": "target_modules",
+}  # fmt: skip
+"""What other programs call a key -> its name here."""
 
 TooLong = Literal["error", "drop", "truncate"]
 
@@ -30,8 +43,12 @@ class Recipe:
     eval_data: str | None = field(default=None, metadata={"help": "Held-out rows. None: held out of the data."})
     eval_rows: int = field(default=100, metadata={"help": "Held-out rows to score before and after; 0: no scores."})
     max_new_tokens: int = field(default=80, metadata={"help": "Longest answer when scoring, in tokens."})
-    init: str = field(default="nystrom", metadata={"help": "nystrom, nystrom_paper or slora."})
-    train: str = field(default="all", metadata={"help": "all, or middle (IntTune: only the r x r matrices)."})
+    init: Literal["nystrom", "nystrom_paper", "slora"] = field(
+        default="nystrom", metadata={"help": "nystrom, nystrom_paper or slora."}
+    )
+    train: Literal["all", "middle"] = field(
+        default="all", metadata={"help": "all, or middle (IntTune: only the r x r matrices)."}
+    )
     r: int = field(default=16, metadata={"help": "Rank."})
     lora_alpha: float | None = field(default=None, metadata={"help": "Scale is lora_alpha / r; None: r."})
     target_modules: str | list[str] = field(default="all-linear", metadata={"help": "Names, or all-linear."})
@@ -74,6 +91,20 @@ class Recipe:
         return {name: getattr(self, name) for name in names} | more
 
 
+def recipe_of(run: Run) -> Recipe:
+    """Returns the recipe that a run was begun with.
+
+    Raises:
+        UserError: its config.json was changed or damaged.
+    """
+    try:
+        return Recipe(**run.config)
+    except (TypeError, UserError) as error:
+        raise UserError(
+            f"is no recipe ({error})", where=str(run.path / CONFIG), todo="Restore the file, or start a new run"
+        ) from error
+
+
 def load_recipe(path: Path | None, **flags: Any) -> Recipe:
     """Returns the recipe of a YAML file (or the defaults) with the given flags over it; None flags are left out.
 
@@ -84,16 +115,23 @@ def load_recipe(path: Path | None, **flags: Any) -> Recipe:
     known = [item.name for item in dataclasses.fields(Recipe)]
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
+            near = [ALSO[key]] if key in ALSO else difflib.get_close_matches(str(key).replace("-", "_"), known, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(known)}"
             raise UserError(f"unknown key {key!r}", where=str(path), todo=hint.rstrip("?"))
     for key in ("learning_rate", "lora_alpha", "epochs"):
         if isinstance(values.get(key), str):  # YAML 1.1 reads 1e-3 as text
             with suppress(ValueError):
                 values[key] = float(values[key])
+    if isinstance(named := values.get("target_modules"), str) and named != "all-linear" and re.fullmatch(PLAIN, named):
+        values["target_modules"] = [name.strip() for name in named.split(",") if name.strip()]
     if isinstance(values.get("target_modules"), list):
         values["target_modules"] = [str(name) for name in values["target_modules"]]
-    return Recipe(**(values | {key: value for key, value in flags.items() if value is not None}))
+    given = {key: value for key, value in flags.items() if value is not None}
+    try:
+        return Recipe(**(values | given))
+    except UserError as error:
+        of_file = path is not None and error.where in values and error.where not in given
+        raise (UserError(error.what, where=f"{path}: {error.where}", todo=error.todo) if of_file else error) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

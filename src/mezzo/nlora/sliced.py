@@ -91,6 +91,8 @@ class SlicedLayer(MergingLayer):
         if weight is not None and (weight.requires_grad or traced()):
             raw = slices(self._matrix(weight), self.nlora_rows[name], self.nlora_columns[name])
             kind = self.nlora_N[name].dtype
+            if not traced():  # an optimiser may write past the stamp
+                self._sliced[name] = (*self._sliced[name][:2], None)
             return raw.B.to(kind), raw.N.to(kind), raw.A.to(kind)
         if not traced() and (self._outdated(name) or (name not in self.nlora_R and self._inexact(name))):
             with torch.no_grad():
@@ -107,7 +109,7 @@ class SlicedLayer(MergingLayer):
         return self.quantization_backend is not None or other or (name in self._direct and self._in_half())
 
     def _in_half(self) -> bool:
-        weight = self.get_base_layer().weight
+        weight: Any = self.get_base_layer().weight
         half: bool = weight.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(weight.device.type)
         return half
 

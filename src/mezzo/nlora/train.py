@@ -13,7 +13,8 @@ from typing import Any
 
 from datasets import Dataset
 from peft import set_peft_model_state_dict
-from peft.utils import load_peft_weights
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, load_peft_weights
+from safetensors import SafetensorError, safe_open
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -81,8 +82,10 @@ def last_checkpoint(folder: Path) -> Path | None:
     for path in folder.glob("checkpoint-*") if folder.is_dir() else ():
         try:
             json.loads((path / WHOLE).read_text(encoding="utf-8"))
+            with safe_open(path / SAFETENSORS_WEIGHTS_NAME, framework="pt"):  # its header must fit its length
+                pass
             whole.append((int(path.name.rpartition("-")[2]), path))
-        except (OSError, ValueError):
+        except (OSError, ValueError, SafetensorError):
             shutil.rmtree(path, ignore_errors=True)
     return max(whole)[1] if whole else None
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,13 +17,13 @@ from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dic
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT_TARGETS
-from peft.utils import load_peft_weights
 from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
 from torch import nn
 
 from mezzo.core.errors import UserError
 from mezzo.nlora.config import MethodName, NLoraConfig
 from mezzo.nlora.factors import Factors, combine
+from mezzo.nlora.folder import adapter_tensors
 from mezzo.nlora.kinds import CONVOLUTIONS, layer_for
 from mezzo.nlora.layer import NLoraLayer
 
@@ -216,10 +218,13 @@ class NLoraModel(BaseTuner):
         configs: dict[str, Any] = self.peft_config
         if any(configs[name].modules_to_save for name in adapters):
             raise UserError("whole modules cannot be summed", where="modules_to_save", todo="Leave such adapters out")
-        sums, worst = self._sums(dict(zip(adapters, weights, strict=True)), combination_type, svd_rank)
+        totals: dict[str, float] = {}
+        for name, weight in zip(adapters, weights, strict=True):
+            totals[name] = totals.get(name, 0.0) + weight
+        sums, worst = self._sums(totals, combination_type, svd_rank)
         ranks = {key: factors.rank for key, factors in sums.items()}
         largest = max(ranks.values())
-        odd = {key: rank for key, rank in ranks.items() if rank != largest}
+        odd = {f"^{re.escape(key)}": rank for key, rank in ranks.items() if rank != largest}
         configs[adapter_name] = replace(
             configs[adapters[0]], r=largest, lora_alpha=float(largest), init="slora", train="all",
             use_rslora=False, target_modules=set(ranks), exclude_modules=None, layers_to_transform=None,
@@ -296,13 +301,22 @@ def check_targets(config: NLoraConfig, model: nn.Module) -> None:
     """Checks that every name in `target_modules` matches a module.
 
     Raises:
-        UserError: a name matches nothing; the nearest names are given.
+        UserError: a name or the pattern matches nothing; the nearest names are given.
     """
-    if not isinstance(config.target_modules, (set, list, tuple)):
+    named = config.target_modules
+    if isinstance(named, str) and named != "all-linear":
+        if any(re.fullmatch(named, key) for key, _ in model.named_modules()):
+            return
+        raise UserError(
+            f"the pattern {named!r} matches no module",
+            where="target_modules",
+            todo="Text is one regular expression for whole names, as '.*q_proj'; give plain names in a list",
+        )
+    if not isinstance(named, (set, list, tuple)):
         return
     keys = [key for key, _ in model.named_modules() if key]
     linear = sorted({key.rpartition(".")[2] for key, module in model.named_modules() if isinstance(module, nn.Linear)})
-    for target in sorted(config.target_modules):
+    for target in sorted(named):
         if not any(key == target or key.endswith(f".{target}") for key in keys):
             near = difflib.get_close_matches(target, linear, n=3, cutoff=0.4) or linear[:8]
             raise UserError(
@@ -336,18 +350,32 @@ def hotswap(model: Any, path: str, adapter_name: str = "default") -> None:
     What `peft.utils.hotswap` does for LoRA; adapters may differ in landmarks.
 
     Raises:
-        UserError: the folder's adapter is built in another way, or adapts other modules.
+        UserError: the folder's adapter is built in another way, adapts other modules or another base, or is damaged;
+            the model stays as it is.
     """
+    if adapter_name not in model.peft_config:
+        raise UserError(f"no adapter {adapter_name!r} is loaded", where="adapter_name", todo=ALIKE)
     config, held = PeftConfig.from_pretrained(path), model.peft_config[adapter_name]
+    bases = {base for base in (held.base_sha256, getattr(config, "base_sha256", None)) if base}
+    if len(bases) > 1:
+        raise UserError("is of another base than the loaded adapter", where=path, todo="Load it on its own base")
     for name in FIXED:
         wanted, found = getattr(held, name), getattr(config, name, None)
         if wanted != found:
             raise UserError(f"is {found!r}, the loaded adapter's is {wanted!r}", where=f"{path}: {name}", todo=ALIKE)
-    tensors = load_peft_weights(path, device="cpu")
-    expected = set(get_peft_model_state_dict(model, adapter_name=adapter_name))
-    if set(tensors) != expected:
-        other = min(set(tensors) ^ expected)
+    tensors = adapter_tensors(Path(path))
+    expected = get_peft_model_state_dict(model, adapter_name=adapter_name)
+    if set(tensors) != set(expected):
+        other = min(set(tensors) ^ set(expected))
         raise UserError(f"{other} is in one of the two adapters alone", where=path, todo=ALIKE)
+    sizes = {key: layer.original_weight().shape for key, layer in adapted_layers(model, adapter_name)}
+    for key, tensor in tensors.items():
+        if tensor.shape != expected[key].shape:
+            shapes = f"{tuple(tensor.shape)}, not {tuple(expected[key].shape)}"
+            raise UserError(f"{key} has the shape {shapes}", where=path, todo=ALIKE)
+        module, _, table = key.rpartition(".")
+        if table in ("nlora_rows", "nlora_columns") and int(tensor.max()) >= sizes[module][table == "nlora_columns"]:
+            raise UserError(f"{key} names what the weight does not have", where=path, todo="Copy the adapter again")
     set_peft_model_state_dict(model, tensors, adapter_name=adapter_name)
 
 

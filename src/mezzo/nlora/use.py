@@ -9,25 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from mezzo.core import models
 from mezzo.core.errors import UserError
+from mezzo.core.fetch import first_line
 from mezzo.core.files import check_free
 from mezzo.core.records import Row, Rows, read
 from mezzo.core.runs import Run
 from mezzo.nlora.evaluate import answer_rows, differences, evaluate
 from mezzo.nlora.export import check_lora, export_lora, export_merged
+from mezzo.nlora.folder import adapter_tensors
 from mezzo.nlora.job import Screen, rows_for
 from mezzo.nlora.layer import NLoraLayer
 from mezzo.nlora.llamacpp import export_gguf
 from mezzo.nlora.nystrom import balanced, leading_landmarks, product_norm, slices
-from mezzo.nlora.recipe import Recipe
+from mezzo.nlora.recipe import recipe_of
 from mezzo.nlora.tuner import adapted_layers
-
-LARGEST_SHIFT = 126
-"""Of the exponent k of 2^k, so that 2^k and 2^-k are float32 numbers with all their digits."""
 
 
 def find_adapter(path: Path) -> Path:
@@ -53,10 +50,14 @@ def adapter_config(path: Path) -> dict[str, Any]:
     file = find_adapter(path) / "adapter_config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"is no JSON ({error})", where=str(file), todo="Copy the adapter again") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"is no JSON ({first_line(error)})", where=str(file), todo="Copy the adapter again") from error
     if not isinstance(config, dict) or config.get("peft_type") != "NLORA":
-        raise UserError("is no NLoRA adapter", where=str(file), todo="Name an adapter made by `mezzo nlora train`")
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        todo = "Convert it first: mezzo nlora convert" if kind == "LORA" else "Name a run or an NLoRA adapter folder"
+        raise UserError("is no NLoRA adapter", where=str(file), todo=todo)
+    if not isinstance(config.get("base_sha256"), (str, type(None))):
+        raise UserError("is no hash", where=f"{file}: base_sha256", todo="Copy the adapter again")
     return config
 
 
@@ -87,7 +88,7 @@ def load_adapter(
             where=str(find_adapter(path)),
             todo="Name the right base with --model",
         )
-    found = {key for key in _tensors(find_adapter(path)) if "nlora_" in key}
+    found = {key for key in adapter_tensors(find_adapter(path)) if "nlora_" in key}
     base, tokenizer = models.load(files, dtype=dtype, device=device)
     try:
         adapted = PeftModel.from_pretrained(base, str(find_adapter(path))).eval()
@@ -108,33 +109,10 @@ def load_adapter(
     return adapted, tokenizer, files
 
 
-def _tensors(folder: Path) -> dict[str, Any]:
-    """Returns the tensors of an adapter file, each checked by itself.
-
-    Raises:
-        UserError: no safetensors file, numbers that are not finite, or landmarks that are no indices.
-    """
-    file = folder / SAFETENSORS_WEIGHTS_NAME
-    again = "Copy the adapter again"
-    try:
-        tensors: dict[str, Any] = load_file(file)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"cannot be loaded ({error})", where=str(file), todo=again) from error
-    for key, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise UserError(f"{key} holds numbers that are not finite", where=str(file), todo=again)
-        landmarks = key.endswith((".nlora_rows", ".nlora_columns"))
-        if landmarks and (tensor.is_floating_point() or int(tensor.min()) < 0):
-            raise UserError(f"{key} holds no indices", where=str(file), todo=again)
-        if key.endswith(".nlora_shift") and int(tensor.abs().max()) > LARGEST_SHIFT:
-            raise UserError(f"{key} holds no power of 2 that a float32 can hold", where=str(file), todo=again)
-    return tensors
-
-
 def _base_of(path: Path, config: dict[str, Any]) -> str:
     run = find_adapter(path).parent
     if (run / "config.json").is_file() and (run / "manifest.json").is_file():
-        return str(Run.open(run).config["model"])
+        return recipe_of(Run.open(run)).model
     return str(config.get("base_model_name_or_path") or models.DEFAULT)
 
 
@@ -147,10 +125,16 @@ def held_out_rows(run: Path, count: int) -> Rows:
     config = find_adapter(run).parent / "config.json"
     if not config.is_file():
         raise UserError("is an adapter without its run", where=str(run), todo="Name rows to score with --data")
-    held_out = rows_for(Recipe(**Run.open(config.parent).config))[1]
+    held_out = rows_for(recipe_of(Run.open(config.parent)))[1]
     if held_out is None:
         raise UserError("this run held no rows out", where=str(run), todo="Name rows to score with --data")
     return replace(held_out, rows=held_out.rows[:count])
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise UserError(f"{value} is too small", where=name, todo="Give 1 or more")
 
 
 def score_run(
@@ -164,23 +148,23 @@ def score_run(
     base: bool,
     screen: Screen,
 ) -> dict[str, Any]:
-    """Returns the adapter's scores on rows, and with `base` the base's and the paired differences.
+    """Returns the adapter's scores on rows (fields of `Score`), and with `base` the base's and the paired differences.
 
     Raises:
         UserError: bad rows, no adapter, another base.
     """
-    if rows < 1:
-        raise UserError(f"{rows} is too small", where="rows", todo="Give 1 or more")
+    _check_counts(rows=rows, max_new_tokens=max_new_tokens)
+    adapter_config(run)
     chosen = read(data, shape=shape, limit=rows) if data else held_out_rows(run, rows)  # type: ignore[arg-type]
     loaded, tokenizer, _ = load_adapter(run, model=model)
     with screen.bar("scoring the adapter") as update:
         after = evaluate(loaded, tokenizer, list(chosen), max_new_tokens=max_new_tokens, progress=update)
-    found: dict[str, Any] = {"data": chosen.source, "adapter": {s.name: str(s) for s in after.scores()}}
+    found: dict[str, Any] = {"data": chosen.source, "adapter": [s.to_dict() for s in after.scores()]}
     if base:
         with loaded.disable_adapter(), screen.bar("scoring the base") as update:
             before = evaluate(loaded, tokenizer, list(chosen), max_new_tokens=max_new_tokens, progress=update)
-        found["base"] = {s.name: str(s) for s in before.scores()}
-        found["difference"] = {s.name: str(s) for s in differences(before, after)}
+        found["base"] = [s.to_dict() for s in before.scores()]
+        found["difference"] = [s.to_dict() for s in differences(before, after)]
     return found
 
 
@@ -191,6 +175,8 @@ def export_run(run: Path, *, to: str, out: Path, rank: str, model: str | None) -
         UserError: `out` is in use, no adapter, another base.
     """
     check_free(out)
+    if to == "merged" and rank != "exact":
+        raise UserError("a merged model has no rank", where="--rank", todo="Leave it out, or write --to lora")
     loaded, tokenizer, _ = load_adapter(run, model=model)
     if to == "merged":
         return {"folder": str(out)} | export_merged(loaded, tokenizer, out)
@@ -241,6 +227,7 @@ def _inspected(key: str, layer: NLoraLayer, config: Any) -> dict[str, Any]:
 
 def both_answers(run: Path, *, model: str | None, max_new_tokens: int) -> Callable[[str], dict[str, str]]:
     """Returns a function from a question to the greedy answers {"base": ..., "adapter": ...}."""
+    _check_counts(max_new_tokens=max_new_tokens)
     loaded, tokenizer, _ = load_adapter(run, model=model)
 
     def answer(question: str) -> dict[str, str]:
